@@ -1,0 +1,138 @@
+"""Command line: ``python -m megatron.packed_rope <command>``.
+
+Exit codes: 0 right or done, 1 something is wrong or was refused, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import PackedRopeError, PatchError, PatchRefused
+
+COULD_NOT_RUN = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except PatchRefused as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 1
+    except PackedRopeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return COULD_NOT_RUN if isinstance(error, PatchError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.packed_rope",
+        description="Makes packed (THD) RoPE right in the installed Megatron-Core.",
+        epilog="Exit codes: 0 right or done, 1 something is wrong or was refused, 2 could not run.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(run.__name__.strip("_"), help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    for run, text in (
+        (_check, "Run the Megatron-Core that Python imports against an oracle."),
+        (_status, "Say what is patched, what is not, and what changed since."),
+        (_apply, "Patch the installed Megatron-Core, or a checkout, on disk."),
+        (_revert, "Take the patch out again, byte for byte."),
+        (_diff, "Print what apply would change, as a diff that git apply takes."),
+    ):
+        sub = command(run, text)
+        sub.add_argument("--tree", type=Path, metavar="DIR", help="a checkout with megatron/core")
+        if run in (_check, _status):
+            sub.add_argument("--json", action="store_true", help="machine-readable output")
+        if run is _apply:
+            sub.add_argument(
+                "--force",
+                action="store_true",
+                help="patch unknown definitions too; undone if a right case of check turns wrong",
+            )
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    if arguments.tree is not None:
+        from .binding.forced import check_tree
+
+        report = check_tree(arguments.tree)
+    else:
+        from .binding.tree import find_tree
+
+        find_tree()  # a typed error before anything is imported
+        try:
+            from .check import run
+        except ImportError as error:
+            print(f"error: check needs torch: {error}", file=sys.stderr)
+            return COULD_NOT_RUN
+        report = run()
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from .check import table
+
+        print(table(report))
+    return 0 if report["counts"]["wrong"] + report["counts"]["raises"] == 0 else 1
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from .binding.disk import status
+
+    report = status(arguments.tree)
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print(f"Megatron-Core {report['megatron_core']}: {report['state']} on disk")
+        for file in report["files"]:
+            print(
+                f"  {file['state']:10} {file['path']}"
+                + (f"\n    {file['detail']}" * bool(file["detail"]))
+            )
+    return 0 if report["state"] == "patched" else 1
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    if arguments.force:
+        from .binding.forced import apply_forced as apply
+    else:
+        from .binding.disk import apply
+    return _print_changed("patched", apply(arguments.tree))
+
+
+def _revert(arguments: argparse.Namespace) -> int:
+    from .binding.disk import revert
+
+    return _print_changed("restored", revert(arguments.tree))
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from .binding.diff import diff
+
+    sys.stdout.buffer.write(diff(arguments.tree))
+    return 0
+
+
+def _print_changed(verb: str, changed: list[Any]) -> int:
+    for path in changed:
+        print(f"{verb} {path}")
+    if not changed:
+        print("nothing to change")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

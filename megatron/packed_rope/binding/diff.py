@@ -1,0 +1,38 @@
+"""What ``apply`` would change, as an ordinary diff with paths relative to the tree's root."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from .disk import patched_contents
+from .tree import find_tree
+
+
+def diff(directory: Path | None = None) -> bytes:
+    """A unified diff that ``git apply`` takes in the tree, and ``git apply -R`` takes back.
+
+    Raises:
+        PatchRefused, UnknownDefinition: as ``apply`` would.
+    """
+    tree = find_tree(directory)
+    root = tree.root if directory is None else directory.resolve()
+    out = b""
+    for path, (old, new) in patched_contents(tree).items():
+        if old == new:
+            continue
+        name = path.relative_to(root).as_posix().encode()
+        lines = difflib.diff_bytes(
+            difflib.unified_diff,
+            old.splitlines(keepends=True) if b"\r\n" not in old else _lines(old),
+            new.splitlines(keepends=True) if b"\r\n" not in new else _lines(new),
+            b"a/" + name,
+            b"b/" + name,
+        )
+        for line in lines:
+            out += line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n"
+    return out
+
+
+def _lines(content: bytes) -> list[bytes]:
+    return [line + b"\n" for line in content.split(b"\n")[:-1]]

@@ -1,0 +1,319 @@
+"""Which row of freqs each token of a packed row reads.
+
+Suffixes name shapes: T local tokens of this rank, n segments, s spans (a span is a run of local
+tokens whose rows follow each other: a segment, or half of one under zigzag).
+
+Local token j of segment i (start c_i, length L_i, CP size C, rank r) has the position
+
+    C = 1        p = j                               j counted from the segment's first local token
+    zigzag       p = j + r * h                       j <  h = L_i / 2C
+                 p = j + (2C - r - 2) * h            j >= h
+    contiguous   p = j + r * L_i / C
+
+and reads row p + start_i of a per-sequence table, or row c_i + p of packed freqs. So within a span
+the row is the local index plus a constant: one binary search over the spans finds the constant,
+whatever the number of segments, and nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .errors import FreqsError, PackedInputError, PackedRopeError, SegmentLengthError, require
+
+PER_SEQUENCE: Final = "per_sequence"
+"""Row p of freqs is position p; all segments share the table."""
+PACKED: Final = "packed"
+"""Row g of freqs is global token g of the packed row."""
+PACKED_LOCAL: Final = "packed_local"
+"""Row j of freqs is local token j of this context-parallel rank."""
+AUTO: Final = "auto"
+"""Nobody declared the layout: decided from the numbers of rows and tokens (see ``rows``)."""
+
+FREQS_LAYOUTS: Final = (PER_SEQUENCE, PACKED, PACKED_LOCAL, AUTO)
+CP_LAYOUTS: Final = ("zigzag", "contiguous")
+
+
+class PackedLayout:
+    """Positions and freqs rows of the tokens that one context-parallel rank holds.
+
+    Args:
+        cu_seqlens: ``[n + 1]`` int32 or int64, boundaries of the segments before CP sharding,
+            in tokens, from 0; the padded boundaries where a batch has both.
+        num_tokens: local tokens T of this rank, tail padding included.
+        cp_size, cp_rank: size of the CP group and this rank in it.
+        cp_layout: ``"zigzag"`` (chunks r and 2C-1-r of every segment) or ``"contiguous"``.
+        start_positions: ``[n]`` integers, position of the first token of each segment (only
+            for a per-sequence table); zeros if not given.
+
+    Raises:
+        PackedInputError: an argument has the wrong shape, dtype, device or value.
+
+    Errors that depend on the values in ``cu_seqlens`` are raised by ``rows``, ``positions`` and
+    ``segments``: typed on CPU, as a device-side assert elsewhere.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        *,
+        num_tokens: int,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        cp_layout: str = "zigzag",
+        start_positions: Tensor | None = None,
+    ) -> None:
+        _check_integers("cu_seqlens", cu_seqlens)
+        if cu_seqlens.shape[0] < 2:
+            raise PackedInputError(
+                f"cu_seqlens has {cu_seqlens.shape[0]} entries; expected n + 1 boundaries for "
+                "n >= 1 segments, from 0 (an empty pack is [0, 0])."
+            )
+        if not (cp_size >= 1 and 0 <= cp_rank < cp_size):
+            raise PackedInputError(
+                f"cp_rank {cp_rank} of cp_size {cp_size}; expected 0 <= cp_rank < cp_size."
+            )
+        if cp_layout not in CP_LAYOUTS:
+            raise PackedInputError(f"cp_layout {cp_layout!r}; expected one of {CP_LAYOUTS}.")
+        if start_positions is not None:
+            _check_integers("start_positions", start_positions)
+            if start_positions.shape[0] != cu_seqlens.shape[0] - 1:
+                raise PackedInputError(
+                    f"start_positions has {start_positions.shape[0]} entries; expected one for "
+                    f"each of the {cu_seqlens.shape[0] - 1} segments of cu_seqlens."
+                )
+        self.cu_seqlens = cu_seqlens
+        self.num_tokens = num_tokens
+        self.cp_size = cp_size
+        self.cp_rank = cp_rank
+        self.cp_layout = cp_layout
+        self.start_positions = start_positions
+
+    @property
+    def segments(self) -> Tensor:
+        """``[T]`` int64, index of the segment of each local token; n for tail padding."""
+        local_ends_n = self.cu_seqlens[1:].long() // self.cp_size
+        tokens_T = torch.arange(self.num_tokens, device=local_ends_n.device)
+        return torch.searchsorted(local_ends_n, tokens_T, right=True)
+
+    @property
+    def positions(self) -> Tensor:
+        """``[T]`` int64, position of each local token in its own segment; 0 for tail padding."""
+        cu = self.cu_seqlens.long()
+        lengths_n = cu[1:] - cu[:-1]
+        self._require(cu, lengths_n, self.cp_size, rows_read=None, num_rows=None)
+        positions_T = self._rows(cu, lengths_n, torch.zeros_like(lengths_n), self.cp_size)
+        tokens_T = torch.arange(self.num_tokens, device=cu.device)
+        return torch.where(tokens_T < cu[-1] // self.cp_size, positions_T, 0)
+
+    def rows(self, freqs_layout: str, *, num_rows: int | None = None) -> Tensor | None:
+        """Row of freqs that each local token reads.
+
+        Args:
+            freqs_layout: what the rows of freqs stand for: ``"per_sequence"``, ``"packed"``,
+                ``"packed_local"``, or ``"auto"`` where nobody declared it.
+            num_rows: rows of freqs at hand; needed for ``"auto"``, and checked where given.
+
+        Returns:
+            ``[T]`` int64, or None where the row is the token (no index is needed). Tail padding
+            reads some row that exists.
+
+        ``"auto"``: at C = 1 with one row per token, packed. Else, decided on the device:
+        tokens that all ranks hold (cu_seqlens[-1] <= T inside a CP group) are treated as C = 1;
+        rows for every global token mean packed; one row per local token, with a segment longer
+        than that, means packed_local; anything else is a table.
+
+        Raises:
+            PackedInputError: unknown layout, or start_positions with freqs that are no table.
+            SegmentLengthError: a segment's length does not fit the tokens or the CP layout.
+            FreqsError: fewer rows than the tokens read.
+        """
+        if freqs_layout not in FREQS_LAYOUTS:
+            raise PackedInputError(
+                f"freqs_layout {freqs_layout!r}; expected one of {FREQS_LAYOUTS}."
+            )
+        if self.start_positions is not None:
+            if freqs_layout not in (PER_SEQUENCE, AUTO):
+                raise PackedInputError(
+                    f"start_positions given with freqs_layout {freqs_layout!r}; only a "
+                    "'per_sequence' table is read from a start position."
+                )
+            freqs_layout = PER_SEQUENCE
+        if num_rows == 0 and self.num_tokens > 0:
+            raise FreqsError(f"freqs has no rows for {self.num_tokens} tokens.")
+        if freqs_layout == AUTO:
+            if num_rows is None:
+                raise PackedInputError("freqs_layout 'auto' needs num_rows, the rows of freqs.")
+            if self.cp_size == 1 and num_rows == self.num_tokens:
+                freqs_layout = PACKED
+        if freqs_layout == PACKED_LOCAL or (freqs_layout == PACKED and self.cp_size == 1):
+            self._require_rows_of_tokens(num_rows)
+            return None
+
+        cu = self.cu_seqlens.long()
+        lengths_n = cu[1:] - cu[:-1]
+        if freqs_layout == AUTO:
+            return self._rows_undeclared(cu, lengths_n, num_rows)
+        if freqs_layout == PACKED:
+            base_n, rows_read = cu[:-1], cu[-1]
+        elif self.start_positions is None:
+            base_n, rows_read = None, lengths_n
+        else:
+            base_n = self.start_positions.long()
+            rows_read = base_n + lengths_n
+        self._require(cu, lengths_n, self.cp_size, rows_read=rows_read, num_rows=num_rows)
+        return self._rows(cu, lengths_n, base_n, self.cp_size, num_rows)
+
+    def _rows_undeclared(self, cu: Tensor, lengths_n: Tensor, num_rows: int) -> Tensor:
+        """Rows where nobody declared the layout: the rule of ``rows`` as predicates on device."""
+        cp_size, total = self.cp_size, cu[-1]
+        if cp_size > 1:
+            sharded = total > self.num_tokens
+            cp_size = torch.where(sharded, cp_size, 1)
+        packed = total <= num_rows
+        rows_read = torch.where(packed, 0, lengths_n)
+        local = None
+        if self.cp_size > 1 and num_rows == self.num_tokens:
+            local = sharded & ~packed & (lengths_n.max() > num_rows)
+            rows_read = torch.where(local, 0, rows_read)
+        self._require(cu, lengths_n, cp_size, rows_read=rows_read, num_rows=num_rows)
+        base_n = torch.where(packed, cu[:-1], 0)
+        rows_T = self._rows(cu, lengths_n, base_n, cp_size, num_rows)
+        if local is not None:
+            rows_T = torch.where(local, torch.arange(self.num_tokens, device=cu.device), rows_T)
+        return rows_T
+
+    def _rows(
+        self,
+        cu: Tensor,
+        lengths_n: Tensor,
+        base_n: Tensor | None,
+        cp_size: int | Tensor,
+        num_rows: int | None = None,
+    ) -> Tensor:
+        """Local index plus the constant of its span; ``cp_size`` may be a 0-dim tensor (1 or C)."""
+        local = cu // cp_size if self.cp_size > 1 else cu
+        shifts_n = -local[:-1] if base_n is None else base_n - local[:-1]
+        if self.cp_size == 1:
+            inner_ends_s, shifts_s = local[1:-1], shifts_n
+        elif self.cp_layout == "contiguous":
+            # Tokens that every rank holds (cp_size 1 on the device) start at position 0.
+            rank = self.cp_rank if isinstance(cp_size, int) else (cp_size > 1) * self.cp_rank
+            inner_ends_s, shifts_s = local[1:-1], shifts_n + rank * (lengths_n // cp_size)
+        else:
+            # With C = 1 and r = 0 both factors are 0, so odd lengths need no special case.
+            half_n = lengths_n // (2 * cp_size)
+            first, second = self.cp_rank, 2 * (self.cp_size - 1) - self.cp_rank
+            if not isinstance(cp_size, int):
+                sharded = cp_size > 1
+                first, second = sharded * first, sharded * second
+            inner_ends_s = torch.stack((local[:-1] + half_n, local[1:]), dim=1).flatten()[:-1]
+            shifts_s = torch.stack((shifts_n + first * half_n, shifts_n + second * half_n), dim=1)
+            shifts_s = shifts_s.flatten()
+        tokens_T = torch.arange(self.num_tokens, device=cu.device)
+        # Only inner boundaries: tail padding falls into the last span, with rows past its end ...
+        rows_T = tokens_T + shifts_s[torch.searchsorted(inner_ends_s, tokens_T, right=True)]
+        # ... which this brings back to a row that exists; rows of real tokens were checked.
+        return rows_T if num_rows is None else rows_T.clamp(max=num_rows - 1)
+
+    def _require_rows_of_tokens(self, num_rows: int | None) -> None:
+        """Where the row is the token: the real tokens must fit into t and into freqs."""
+        fit = self.num_tokens if num_rows is None else min(self.num_tokens, num_rows)
+
+        def explain() -> PackedRopeError:
+            needed = -(-int(self.cu_seqlens[-1]) // self.cp_size)
+            if needed > self.num_tokens:
+                return self._too_few_tokens(needed)
+            return FreqsError(
+                f"freqs has {num_rows} rows for {needed} packed tokens of this rank; expected a "
+                "row for each. If freqs is a table of positions, declare 'per_sequence'."
+            )
+
+        require(
+            self.cu_seqlens[-1] <= fit * self.cp_size,
+            "packed_rope: cu_seqlens[-1] exceeds the tokens or the rows of freqs at hand",
+            explain,
+        )
+
+    def _require(
+        self,
+        cu: Tensor,
+        lengths_n: Tensor,
+        cp_size: int | Tensor,
+        *,
+        rows_read: Tensor | None,
+        num_rows: int | None,
+    ) -> None:
+        """Lengths fit the CP layout, tokens fit t, and rows read (per segment or in all) exist."""
+        divisor = 1
+        if self.cp_size > 1:
+            divisor = 2 * cp_size if self.cp_layout == "zigzag" else cp_size
+            if not isinstance(cp_size, int) and self.cp_layout == "zigzag":
+                divisor = divisor - (cp_size == 1).to(divisor.dtype)
+
+        def explain() -> PackedRopeError:
+            return self._explain(lengths_n.tolist(), int(divisor), int(cp_size), num_rows)
+
+        ok = (lengths_n >= 0) & (cu[-1] <= self.num_tokens * cp_size)
+        if self.cp_size > 1:
+            ok = ok & (lengths_n % divisor == 0)
+        if rows_read is not None and num_rows is not None:
+            ok = ok & (rows_read <= num_rows)
+        require(
+            ok,
+            "packed_rope: a segment of cu_seqlens does not fit the CP layout (zigzag: divisible "
+            "by 2 * cp_size, contiguous: by cp_size), the tokens of t, or the rows of freqs",
+            explain,
+        )
+
+    def _explain(
+        self, lengths: list[int], divisor: int, cp_size: int, num_rows: int | None
+    ) -> PackedRopeError:
+        """The typed error for lengths that ``_require`` refused; reads values, so CPU only."""
+        starts = [0] * len(lengths)
+        if self.start_positions is not None:
+            starts = self.start_positions.tolist()
+        for i, length in enumerate(lengths):
+            if length < 0:
+                return SegmentLengthError(
+                    f"cu_seqlens decreases at segment {i}; expected it not to."
+                )
+            if length % divisor:
+                factor = "2 * cp" if self.cp_layout == "zigzag" else "cp"
+                return SegmentLengthError(
+                    f"segment {i} of {length} tokens is not divisible by {factor} = {divisor}; pad "
+                    f"each segment of the pack to a multiple of it (cp_size {cp_size}, "
+                    f"{self.cp_layout})."
+                )
+        if sum(lengths) > self.num_tokens * cp_size:
+            return self._too_few_tokens(sum(lengths) // cp_size)
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            if start + length > num_rows:
+                at = f" from position {start}" if start else ""
+                return FreqsError(
+                    f"table of {num_rows} rows, segment {i} of {length} tokens{at}; expected a row "
+                    "for every position. Make freqs for the longest segment, or declare 'packed' "
+                    "if its rows are the tokens of the pack."
+                )
+        return FreqsError(
+            f"freqs has {num_rows} rows, the pack {sum(lengths)} tokens before CP sharding; "
+            "expected a row for every token (freqs_layout 'packed')."
+        )
+
+    def _too_few_tokens(self, needed: int) -> SegmentLengthError:
+        return SegmentLengthError(
+            f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, so this rank of {self.cp_size} holds "
+            f"{needed} tokens; t has {self.num_tokens}. Pass the boundaries before CP sharding, "
+            "and the padded ones where the batch has both."
+        )
+
+
+def _check_integers(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.dim() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise PackedInputError(f"{name}: {found}; expected a tensor with one dimension.")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise PackedInputError(f"{name} is {value.dtype}; expected torch.int32 or torch.int64.")
