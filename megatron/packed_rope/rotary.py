@@ -154,7 +154,8 @@ class _Rotate(torch.autograd.Function):
         ctx.flags = interleaved, transpose
         out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
         tokens, rotary_dim = cos.shape[0], cos.shape[2]
-        out[tokens:] = t[tokens:]
+        if tokens < t.shape[0]:
+            out[tokens:] = t[tokens:]
         if rotary_dim < t.shape[2]:
             out[:tokens, :, rotary_dim:] = t[:tokens, :, rotary_dim:]
         block = tokens
