@@ -181,7 +181,7 @@ def _error_on_rank(rope: ModuleType, case: Case, cu: list[int], rank: int) -> fl
             config,
             cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=device),
             mscale=settings["mscale"],
-            **_accepted(rope.apply_rotary_pos_emb, cp_group=group),
+            **accepted(rope.apply_rotary_pos_emb, cp_group=group),
         )
     if not (out.shape == t.shape and out.isfinite().all()):
         return math.inf
@@ -256,7 +256,7 @@ def fake_cp(size: int, rank: int) -> Iterator[Any]:
         yield group
 
 
-def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that this release's function takes."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names}

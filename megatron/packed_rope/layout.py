@@ -17,7 +17,7 @@ whatever the number of segments, and nothing is read back to the host.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,28 @@ AUTO: Final = "auto"
 
 FREQS_LAYOUTS: Final = (PER_SEQUENCE, PACKED, PACKED_LOCAL, AUTO)
 CP_LAYOUTS: Final = ("zigzag", "contiguous")
+
+
+class _Cut(NamedTuple):
+    """How segments are cut: ints, or 0-dim tensors where that is decided on the device."""
+
+    cp_size: int | Tensor
+    """Ranks that share a segment."""
+    chunks: int | Tensor
+    """Equal chunks that a segment is cut into."""
+    first: int | Tensor
+    second: int | Tensor
+    """Chunks between a local token's index in its segment and its position, in either span."""
+
+    def where(self, sharded: Tensor) -> _Cut:
+        """This cut where ``sharded``; else every rank holds whole segments: one chunk, no shift."""
+        shares = sharded.long()
+        return _Cut(
+            (self.cp_size - 1) * shares + 1,
+            (self.chunks - 1) * shares + 1,
+            self.first * shares,
+            self.second * shares,
+        )
 
 
 class PackedLayout:
@@ -103,9 +125,9 @@ class PackedLayout:
     def positions(self) -> Tensor:
         """``[T]`` int64, position of each local token in its own segment; 0 for tail padding."""
         cu = self.cu_seqlens.long()
-        lengths_n = cu[1:] - cu[:-1]
-        self._require(cu, lengths_n, self.cp_size, rows_read=None, num_rows=None)
-        positions_T = self._rows(cu, lengths_n, torch.zeros_like(lengths_n), self.cp_size)
+        lengths_n, cut = cu[1:] - cu[:-1], self._declared_cut()
+        self._require(cu, lengths_n, cut)
+        positions_T = self._rows(cu, lengths_n, None, cut)
         tokens_T = torch.arange(self.num_tokens, device=cu.device)
         return torch.where(tokens_T < cu[-1] // self.cp_size, positions_T, 0)
 
@@ -164,24 +186,31 @@ class PackedLayout:
         else:
             base_n = self.start_positions.long()
             rows_read = base_n + lengths_n
-        self._require(cu, lengths_n, self.cp_size, rows_read=rows_read, num_rows=num_rows)
-        return self._rows(cu, lengths_n, base_n, self.cp_size, num_rows)
+        cut = self._declared_cut()
+        self._require(cu, lengths_n, cut, rows_read, num_rows)
+        return self._rows(cu, lengths_n, base_n, cut, num_rows)
+
+    def _declared_cut(self) -> _Cut:
+        size, rank = self.cp_size, self.cp_rank
+        if size == 1:
+            return _Cut(1, 1, 0, 0)
+        if self.cp_layout == "contiguous":
+            return _Cut(size, size, rank, rank)
+        return _Cut(size, 2 * size, rank, 2 * size - rank - 2)
 
     def _rows_undeclared(self, cu: Tensor, lengths_n: Tensor, num_rows: int) -> Tensor:
         """Rows where nobody declared the layout: the rule of ``rows`` as predicates on device."""
-        cp_size, total = self.cp_size, cu[-1]
-        if cp_size > 1:
-            sharded = total > self.num_tokens
-            cp_size = torch.where(sharded, cp_size, 1)
-        packed = total <= num_rows
-        rows_read = torch.where(packed, 0, lengths_n)
-        local = None
-        if self.cp_size > 1 and num_rows == self.num_tokens:
-            local = sharded & ~packed & (lengths_n.max() > num_rows)
-            rows_read = torch.where(local, 0, rows_read)
-        self._require(cu, lengths_n, cp_size, rows_read=rows_read, num_rows=num_rows)
-        base_n = torch.where(packed, cu[:-1], 0)
-        rows_T = self._rows(cu, lengths_n, base_n, cp_size, num_rows)
+        cut = self._declared_cut()
+        packed = cu[-1] <= num_rows
+        rows_read, local = lengths_n, None  # of packed freqs, no segment is longer than all rows
+        if self.cp_size > 1:
+            sharded = cu[-1] > self.num_tokens
+            if num_rows == self.num_tokens:
+                local = sharded & ~packed & (lengths_n.max() > num_rows)
+                rows_read = lengths_n * ~local
+            cut = cut.where(sharded)
+        self._require(cu, lengths_n, cut, rows_read, num_rows)
+        rows_T = self._rows(cu, lengths_n, cu[:-1] * packed, cut, num_rows)
         if local is not None:
             rows_T = torch.where(local, torch.arange(self.num_tokens, device=cu.device), rows_T)
         return rows_T
@@ -191,28 +220,21 @@ class PackedLayout:
         cu: Tensor,
         lengths_n: Tensor,
         base_n: Tensor | None,
-        cp_size: int | Tensor,
+        cut: _Cut,
         num_rows: int | None = None,
     ) -> Tensor:
-        """Local index plus the constant of its span; ``cp_size`` may be a 0-dim tensor (1 or C)."""
-        local = cu // cp_size if self.cp_size > 1 else cu
-        shifts_n = -local[:-1] if base_n is None else base_n - local[:-1]
-        if self.cp_size == 1:
-            inner_ends_s, shifts_s = local[1:-1], shifts_n
-        elif self.cp_layout == "contiguous":
-            # Tokens that every rank holds (cp_size 1 on the device) start at position 0.
-            rank = self.cp_rank if isinstance(cp_size, int) else (cp_size > 1) * self.cp_rank
-            inner_ends_s, shifts_s = local[1:-1], shifts_n + rank * (lengths_n // cp_size)
-        else:
-            # With C = 1 and r = 0 both factors are 0, so odd lengths need no special case.
-            half_n = lengths_n // (2 * cp_size)
-            first, second = self.cp_rank, 2 * (self.cp_size - 1) - self.cp_rank
-            if not isinstance(cp_size, int):
-                sharded = cp_size > 1
-                first, second = sharded * first, sharded * second
-            inner_ends_s = torch.stack((local[:-1] + half_n, local[1:]), dim=1).flatten()[:-1]
-            shifts_s = torch.stack((shifts_n + first * half_n, shifts_n + second * half_n), dim=1)
-            shifts_s = shifts_s.flatten()
+        """Local index plus the constant of the token's span; ``base_n``: row of position 0."""
+        local = cu if self.cp_size == 1 else cu // cut.cp_size
+        shifts_s = -local[:-1] if base_n is None else base_n - local[:-1]
+        inner_ends_s = local[1:-1]
+        if self.cp_size > 1:
+            chunk_n = lengths_n // cut.chunks
+            first_n, second_n = shifts_s + cut.first * chunk_n, shifts_s + cut.second * chunk_n
+            shifts_s = first_n
+            if self.cp_layout == "zigzag":
+                middles_n = local[:-1] + chunk_n
+                inner_ends_s = torch.stack((middles_n, local[1:]), dim=1).flatten()[:-1]
+                shifts_s = torch.stack((first_n, second_n), dim=1).flatten()
         tokens_T = torch.arange(self.num_tokens, device=cu.device)
         # Only inner boundaries: tail padding falls into the last span, with rows past its end ...
         rows_T = tokens_T + shifts_s[torch.searchsorted(inner_ends_s, tokens_T, right=True)]
@@ -242,24 +264,19 @@ class PackedLayout:
         self,
         cu: Tensor,
         lengths_n: Tensor,
-        cp_size: int | Tensor,
-        *,
-        rows_read: Tensor | None,
-        num_rows: int | None,
+        cut: _Cut,
+        rows_read: Tensor | None = None,
+        num_rows: int | None = None,
     ) -> None:
         """Lengths fit the CP layout, tokens fit t, and rows read (per segment or in all) exist."""
-        divisor = 1
-        if self.cp_size > 1:
-            divisor = 2 * cp_size if self.cp_layout == "zigzag" else cp_size
-            if not isinstance(cp_size, int) and self.cp_layout == "zigzag":
-                divisor = divisor - (cp_size == 1).to(divisor.dtype)
 
         def explain() -> PackedRopeError:
-            return self._explain(lengths_n.tolist(), int(divisor), int(cp_size), num_rows)
+            return self._explain(lengths_n.tolist(), int(cut.chunks), num_rows)
 
-        ok = (lengths_n >= 0) & (cu[-1] <= self.num_tokens * cp_size)
+        # Tokens that all ranks hold fit by definition: they are what cu[-1] <= T recognises.
+        ok = (lengths_n >= 0) & (cu[-1] <= self.num_tokens * self.cp_size)
         if self.cp_size > 1:
-            ok = ok & (lengths_n % divisor == 0)
+            ok = ok & (lengths_n % cut.chunks == 0)
         if rows_read is not None and num_rows is not None:
             ok = ok & (rows_read <= num_rows)
         require(
@@ -269,9 +286,7 @@ class PackedLayout:
             explain,
         )
 
-    def _explain(
-        self, lengths: list[int], divisor: int, cp_size: int, num_rows: int | None
-    ) -> PackedRopeError:
+    def _explain(self, lengths: list[int], divisor: int, num_rows: int | None) -> PackedRopeError:
         """The typed error for lengths that ``_require`` refused; reads values, so CPU only."""
         starts = [0] * len(lengths)
         if self.start_positions is not None:
@@ -285,11 +300,11 @@ class PackedLayout:
                 factor = "2 * cp" if self.cp_layout == "zigzag" else "cp"
                 return SegmentLengthError(
                     f"segment {i} of {length} tokens is not divisible by {factor} = {divisor}; pad "
-                    f"each segment of the pack to a multiple of it (cp_size {cp_size}, "
+                    f"each segment of the pack to a multiple of it (cp_size {self.cp_size}, "
                     f"{self.cp_layout})."
                 )
-        if sum(lengths) > self.num_tokens * cp_size:
-            return self._too_few_tokens(sum(lengths) // cp_size)
+        if sum(lengths) > self.num_tokens * self.cp_size:
+            return self._too_few_tokens(sum(lengths) // self.cp_size)
         for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             if start + length > num_rows:
                 at = f" from position {start}" if start else ""

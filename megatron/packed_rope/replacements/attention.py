@@ -8,22 +8,19 @@ the call; recomputation runs ``forward`` again, so it is there then too.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .declarations import CP_GROUP_ATTRIBUTE, batch_cp_group, is_thd
+from .declarations import CP_GROUP_ATTRIBUTE, argument_reader, batch_cp_group, is_thd
 
 
 def attention_forward(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)
-    position = names.index("packed_seq_params")
+    given = argument_reader(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (self, *args)
-        params = given[position] if position < len(given) else kwargs.get("packed_seq_params")
+        params = given((self, *args), kwargs).get("packed_seq_params")
         group = batch_cp_group(params) if is_thd(params) else None
         if group is None:
             return original(self, *args, **kwargs)

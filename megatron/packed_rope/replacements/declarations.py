@@ -7,7 +7,9 @@ recomputation, which runs in another thread with detached tensors.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import AmbiguousFreqsLayout, PackedInputError
@@ -90,3 +92,17 @@ def cp_of(*groups: Any) -> tuple[int, int]:
     state = sys.modules["megatron.core.parallel_state"]
     group = state.get_context_parallel_group(check_initialized=False)
     return (1, 0) if group is None else cp_size_and_rank(group)
+
+
+def argument_reader(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """A function from a call's (args, kwargs) to what was given by name, defaults left out.
+
+    Upstream's parameters gained names and places over the releases; the names are those of the
+    installed definition, read once.
+    """
+    names = tuple(inspect.signature(function).parameters)
+
+    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args)), **kwargs}  # noqa: B905 (trailing args are optional)
+
+    return given

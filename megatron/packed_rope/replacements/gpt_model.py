@@ -9,26 +9,25 @@ or ``forward`` itself in releases that have no ``_preprocess``.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ..layout import PACKED_LOCAL, PER_SEQUENCE
-from .declarations import batch_cp_group, cp_of, declare, is_thd
+from .declarations import argument_reader, batch_cp_group, cp_of, declare, is_thd
 from .rotary_pos_embedding import CALL_ATTRIBUTE, MropeCall
 
 
 def preprocess(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
     """``GPTModel._preprocess`` (or ``forward``) with the batch at hand for the embedding."""
-    names = tuple(inspect.signature(original).parameters)
+    given_by = argument_reader(original)
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = getattr(self, "position_embedding_type", None)
         embedding = getattr(self, "rotary_pos_emb", None)
-        given = {**dict(zip(names, (self, *args))), **kwargs}  # noqa: B905
+        given = given_by((self, *args), kwargs)
         params = given.get("packed_seq_params")
         thd = is_thd(params)
         if kind != "mrope" or embedding is None:

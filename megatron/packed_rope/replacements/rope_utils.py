@@ -20,7 +20,7 @@ from ..errors import UnknownArgument
 from ..fused import rotate_fused_upstream
 from ..layout import AUTO, PackedLayout
 from ..rotary import check_tensors, rotate, select
-from .declarations import CP_GROUP_ATTRIBUTE, cp_of, freqs_layout
+from .declarations import CP_GROUP_ATTRIBUTE, argument_reader, cp_of, freqs_layout
 
 # What this package implements itself; max_seqlen is a bound that main guesses the layout from.
 _OWN = frozenset(
@@ -80,12 +80,10 @@ class _Arguments:
     def __init__(self, module: ModuleType, original: Callable[..., Tensor]) -> None:
         parameters = inspect.signature(original).parameters
         self.function = original.__name__
-        self.names = tuple(parameters)
+        self.match = argument_reader(original)
+        self.names = frozenset(parameters)
         self.defaults = {name: p.default for name, p in parameters.items()}
         self.bshd = frozenset(inspect.signature(module._apply_rotary_pos_emb_bshd).parameters)
-
-    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.names, args)), **kwargs}  # noqa: B905 (trailing args are optional)
 
     def flags(self, given: dict[str, Any], mla: bool) -> dict[str, Any]:
         """Arguments that only upstream's own arithmetic knows, where they ask for something.

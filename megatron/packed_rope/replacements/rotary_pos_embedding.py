@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import FreqsError, PackedInputError, SegmentLengthError
 from ..layout import PACKED, PER_SEQUENCE, PackedLayout
-from .declarations import batch_cp_group, cp_of, declare
+from .declarations import argument_reader, batch_cp_group, cp_of, declare
 
 CALL_ATTRIBUTE = "_packed_rope_call"
 
@@ -42,27 +42,14 @@ DENSE = MropeCall(None, None, False)
 def get_rotary_seq_len(module: ModuleType, original: Callable[..., int]) -> Callable[..., int]:
     """Text models ask for the length of their table here: what they get is a table."""
 
+    given = argument_reader(original)
+
     @functools.wraps(original)
-    def get_rotary_seq_len(
-        self: Any,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Any,
-        transformer_config: Any,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> int:
-        if packed_seq_params is not None:
-            declare(transformer_config, PER_SEQUENCE)
-        return original(
-            self,
-            inference_context,
-            transformer,
-            transformer_input,
-            transformer_config,
-            packed_seq_params,
-            **kwargs,
-        )
+    def get_rotary_seq_len(*args: Any, **kwargs: Any) -> int:
+        called_with = given(args, kwargs)
+        if called_with.get("packed_seq_params") is not None:
+            declare(called_with["transformer_config"], PER_SEQUENCE)
+        return original(*args, **kwargs)
 
     return get_rotary_seq_len
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -24,12 +23,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-@pytest.fixture(scope="session")
-def cases() -> Path:
-    return HERE / "cases"
-
-
-def load_cases(name: str) -> list[dict]:
-    return json.loads((HERE / "cases" / name).read_text())["cases"]

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from conftest import load_cases
 from counting import count_working_ops
 from oracles import segments
+from shared_cases import load_cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.packed_rope import (
@@ -277,6 +277,6 @@ def test_bad_input_is_typed(change, kind, words):
         "freqs": torch.zeros(10, 1, 1, 16),
         "cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32),
     }
-    with pytest.raises(kind, match="expected|pass one|pad each") as error:
+    with pytest.raises(kind, match=r"expected|pass one|pad each") as error:
         apply_packed_rotary(**(good | change))
     assert words in str(error.value)

@@ -1,0 +1,118 @@
+"""Every pinned Megatron-Core release: what is wrong, patched, right, and back byte for byte.
+
+CI runs one release per distinct upstream definition; ``make matrix`` (PACKED_ROPE_RELEASES=all)
+runs every pinned one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from trees import HERE, copy_tree, packed_rope, run, wheels
+
+# One per distinct text of a replaced or wrapped definition.
+DISTINCT = ["0.10.0", "0.11.0", "0.12.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1"]
+DISTINCT += ["0.18.2", "0.19.2"]
+
+TAIL = {
+    "tail padding in t and freqs",
+    "tail padding in t only",
+    "tail padding, C=2",
+    "table, tail padding",
+    "tokens replicated in a CP group of 2",
+}
+LOCAL = {
+    "rank's own rows, C=2",
+    "rank's own rows, C=4",
+    "rank's own rows, C=2, undeclared",
+}
+PACKED = {
+    "packed freqs, mixed resolution",
+    "packed freqs, two images of 640 and 960 tokens",
+    "packed freqs, C=2",
+    "packed freqs, C=4, mixed",
+    "packed freqs, empty segment",
+    "one freqs tensor, two cu_seqlens",
+    "partial rotary",
+    "interleaved pairs",
+    "mscale 1.2",
+}
+EXTRA_ROWS = {"freqs with more rows than tokens"}
+BIN_TABLE = {"table as long as the bin"}
+
+
+def expected_before(release: str) -> dict[str, set[str]]:
+    """What upstream gets wrong, and what raises, unpatched."""
+    old = tuple(map(int, release.split("."))) < (0, 15)
+    return {
+        "wrong": EXTRA_ROWS | (PACKED if old else BIN_TABLE),
+        "raises": TAIL | LOCAL,
+    }
+
+
+def releases() -> list[str]:
+    if os.environ.get("PACKED_ROPE_RELEASES") != "all":
+        return DISTINCT
+    return [pin.version for pin in wheels().pins()]
+
+
+def digests(tree: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(tree.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def check(tree: Path) -> dict[str, set[str]]:
+    done = packed_rope("check", "--json", tree=tree)
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert done.returncode == (1 if report["counts"]["wrong"] + report["counts"]["raises"] else 0)
+    outcomes: dict[str, set[str]] = {
+        "right": set(),
+        "wrong": set(),
+        "raises": set(),
+        "not run": set(),
+    }
+    for case in report["cases"]:
+        outcomes[case["outcome"]].add(case["name"])
+    return outcomes
+
+
+def state(tree: Path) -> str:
+    return json.loads(packed_rope("status", "--json", tree=tree).stdout)["state"]
+
+
+@pytest.mark.parametrize("release", releases())
+def test_release(release, tmp_path):
+    tree = copy_tree(release, tmp_path)
+    pristine = digests(tree)
+    assert state(tree) == "unpatched"
+    before = check(tree)
+    expected = expected_before(release)
+    assert before["wrong"] == expected["wrong"]
+    assert before["raises"] == expected["raises"]
+
+    assert packed_rope("apply", tree=tree).returncode == 0
+    assert state(tree) == "patched"
+    patched = digests(tree)
+    after = check(tree)
+    assert not after["wrong"]
+    assert not after["raises"]
+    assert after["right"] == before["right"] | before["wrong"] | before["raises"]
+
+    assert "nothing to change" in packed_rope("apply", tree=tree).stdout
+    assert digests(tree) == patched
+
+    inside = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "in_megatron")], tree)
+    assert inside.returncode == 0, inside.stdout[-6000:] + inside.stderr[-2000:]
+    print(f"{release}: {inside.stdout.splitlines()[-1]}")
+
+    assert packed_rope("revert", tree=tree).returncode == 0
+    assert state(tree) == "unpatched"
+    assert digests(tree) == pristine

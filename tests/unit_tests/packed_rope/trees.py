@@ -1,0 +1,66 @@
+"""Unpacked upstream releases for the tests, and processes that import one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+
+
+def wheels() -> ModuleType:
+    """tools/wheels.py, which fetches wheels by pinned hash; absent where only the tests are."""
+    path = ROOT / "tools" / "wheels.py"
+    if not path.exists():
+        pytest.skip("tools/wheels.py is not here: these tests run in the project's own checkout")
+    spec = importlib.util.spec_from_file_location("wheels", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault("wheels", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def unpacked(version: str, project: str = "megatron-core") -> Path:
+    """The shared, unpacked release; copy it before changing anything."""
+    return wheels().tree(version, project)
+
+
+def copy_tree(version: str, folder: Path) -> Path:
+    """A copy of a release made of hard links: the patch never writes into a file in place."""
+    tree = folder / version
+    subprocess.run(["cp", "-al", str(unpacked(version)), str(tree)], check=True)
+    return tree
+
+
+def environment(tree: Path | None = None) -> dict[str, str]:
+    """Environment of a process that imports this checkout and, in front of it, a release."""
+    path = [str(tree)] if tree else []
+    path += [str(ROOT)] if (ROOT / "megatron" / "packed_rope").is_dir() else []
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(arguments: list[str], tree: Path | None = None, **kwargs) -> subprocess.CompletedProcess:
+    """A Python process, its output captured as text."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment(tree) | kwargs.pop("env", {}),
+        capture_output=True,
+        text=True,
+        **kwargs,
+    )
+
+
+def run_python(code: str, tree: Path | None = None, **kwargs) -> subprocess.CompletedProcess:
+    return run(["-c", code], tree, **kwargs)
+
+
+def packed_rope(*arguments: str, tree: Path | None = None, **kwargs) -> subprocess.CompletedProcess:
+    """``python -m megatron.packed_rope`` with a release on the path."""
+    return run(["-W", "ignore", "-m", "megatron.packed_rope", *arguments], tree, **kwargs)
