@@ -41,7 +41,7 @@ fingerprints: wheels
 	$(BIN)/python tools/fingerprints.py
 
 bench: wheels
-	$(BIN)/python benchmarks/bench_cpu.py
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python benchmarks/bench_cpu.py --out benchmarks/results/$$(date +%F)-cpu.md
 
 demo:
 	@PYTHON="$(PYTHON)" MEGATRON="$(MEGATRON)" DEMO="$(DEMO)" bash examples/demo.sh

@@ -10,6 +10,7 @@ setup(
     packages=[
         "megatron.packed_rope",
         "megatron.packed_rope.binding",
+        "megatron.packed_rope.check",
         "megatron.packed_rope.replacements",
         "megatron.packed_rope.patches",
     ],

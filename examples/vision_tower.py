@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.packed_rope.check import accepted, fake_config, fake_cp
+from megatron.packed_rope.check.fakes import accepted, fake_config, fake_cp
 
 PAIRS = {
     "24 and 32 patches": [[1, 4, 6], [1, 8, 4]],
@@ -60,9 +60,7 @@ def errors_per_image(grids: list[list[int]]) -> list[float]:
     freqs = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     tokens = grid_thw.prod(-1)
     cu_seqlens = torch.nn.functional.pad(tokens.cumsum(0), (1, 0)).int()
-    with mock.patch.object(
-        qwen, "apply_rotary_pos_emb_vision", megatron_rotary(freqs, cu_seqlens)
-    ):
+    with mock.patch.object(qwen, "apply_rotary_pos_emb_vision", megatron_rotary(freqs, cu_seqlens)):
         rotated = tower(patches, grid_thw)
     merged = (tokens // tower.spatial_merge_size**2).tolist()
     differences = (rotated - own).abs().split(merged)

@@ -35,3 +35,10 @@ def count_working_ops(call: Callable[[], Any]) -> Counter[str]:
     with torch.no_grad(), _Counter() as counter:
         call()
     return counter.ops
+
+
+def count_operations(call: Callable[[], Any]) -> tuple[int, int]:
+    """Working aten operations of one call, and how many of them read a value to the host."""
+    with torch.no_grad(), _Counter() as counter:
+        call()
+    return sum(counter.ops.values()), counter.host_reads

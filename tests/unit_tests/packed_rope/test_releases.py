@@ -45,13 +45,37 @@ EXTRA_ROWS = {"freqs with more rows than tokens"}
 BIN_TABLE = {"table as long as the bin"}
 
 
+# Through GPTModel (mRoPE since 0.12, dynamic CP since 0.16).
+PACKED_MROPE = {"GPTModel mRoPE, C=1"}
+CUT_MROPE = {
+    "GPTModel mRoPE, C=2",
+    "GPTModel mRoPE, C=4",
+    "GPTModel mRoPE, padded boundaries, C=2",
+    "GPTModel mRoPE, ids of the rank, C=2",
+    "GPTModel mRoPE, rotary_interleaved",
+}
+DENSE_MROPE = {"GPTModel mRoPE, one dense row, C=2"}
+QWEN3 = {"GPTModel mRoPE, Qwen3 order"}
+DYNAMIC = {
+    "dynamic CP mRoPE, model 1, batch 2",
+    "dynamic CP mRoPE, model 2, batch 1",
+    "dynamic CP text, model 1, batch 2",
+    "dynamic CP text, model 4, batch 2",
+}
+
+
 def expected_before(release: str) -> dict[str, set[str]]:
     """What upstream gets wrong, and what raises, unpatched."""
-    old = tuple(map(int, release.split("."))) < (0, 15)
-    return {
-        "wrong": EXTRA_ROWS | (PACKED if old else BIN_TABLE),
-        "raises": TAIL | LOCAL,
-    }
+    version = tuple(map(int, release.split(".")))[:2]
+    packed_is_table = version < (0, 15)
+    wrong = EXTRA_ROWS | (PACKED if packed_is_table else BIN_TABLE)
+    raises = TAIL | LOCAL
+    if version >= (0, 12):
+        wrong = wrong | QWEN3 | (PACKED_MROPE if packed_is_table else set())
+        raises = raises | CUT_MROPE | (DENSE_MROPE if version == (0, 12) else set())
+    if version >= (0, 16):
+        raises = raises | DYNAMIC
+    return {"wrong": wrong, "raises": raises}
 
 
 def releases() -> list[str]:
