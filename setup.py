@@ -11,6 +11,7 @@ setup(
         "megatron.packed_rope",
         "megatron.packed_rope.binding",
         "megatron.packed_rope.check",
+        "megatron.packed_rope.positions",
         "megatron.packed_rope.replacements",
         "megatron.packed_rope.patches",
     ],

@@ -130,7 +130,7 @@ def measure(release: str, quick: bool) -> dict[str, Any]:
     for layout in ("packed", "table"):
         seconds = medians(
             {
-                str(n): lambda t=t, grad=grad, call=ours[layout]: torch.autograd.grad(call(), t, grad)
+                str(n): lambda t=t, g=grad, call=ours[layout]: torch.autograd.grad(call(), t, g)
                 for n, (t, grad, ours) in zip(GROWTH_SEGMENTS, growth, strict=True)
             },
             repeats,

@@ -1,7 +1,7 @@
 """Write patches/known.toml: the fingerprint of every definition the catalogue replaces.
 
     python tools/fingerprints.py           write the file
-    python tools/fingerprints.py --check   exit 1 if the file is not what would be written
+    python tools/fingerprints.py --check [FILE]   exit 1 if it is not what would be written
 
 Only SHA-256 sums of upstream text are stored, never the text.
 """
@@ -58,5 +58,7 @@ def render() -> str:
 if __name__ == "__main__":
     text, path = render(), FOLDER / "known.toml"
     if "--check" in sys.argv:
+        if sys.argv[-1] != "--check":
+            path = Path(sys.argv[-1])
         sys.exit(0 if path.read_text(encoding="utf-8") == text else f"{path} is out of date")
     path.write_text(text, encoding="utf-8")

@@ -6,6 +6,7 @@ Exit codes: 0 right or done, 1 something is wrong or was refused, 2 could not ru
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -62,7 +63,25 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="patch unknown definitions too; undone if a right case of check turns wrong",
             )
+        if run is _status:
+            sub.add_argument(
+                "--import",
+                dest="imports",
+                action="append",
+                default=[],
+                metavar="MODULE",
+                help="import this first, as your script does, and say what is bound then "
+                "(repeatable); shows patches that a framework binds over this one",
+            )
+    _add_other_commands(command)
     return parser
+
+
+def _add_other_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    sub = command(_wheel, "Repack a Megatron-Core wheel with the patch in it.")
+    sub.add_argument("wheel", type=Path, help="a megatron_core wheel")
+    sub.add_argument("-o", "--out", type=Path, default=Path("dist"), help="folder (dist)")
+    # SHOW
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -92,6 +111,12 @@ def _check(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from .binding.disk import status
 
+    for name in arguments.imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"error: cannot import {name}: {error}", file=sys.stderr)
+            return COULD_NOT_RUN
     report = status(arguments.tree)
     if arguments.json:
         print(json.dumps(report, indent=1))
@@ -102,7 +127,11 @@ def _status(arguments: argparse.Namespace) -> int:
                 f"  {file['state']:10} {file['path']}"
                 + (f"\n    {file['detail']}" * bool(file["detail"]))
             )
-    return 0 if report["state"] == "patched" else 1
+        if report["loaded"]:
+            print(f"in this process: {', '.join(report['loaded'])} imported")
+        for line in report["not_bound"]:
+            print(f"  not bound: {line}")
+    return 0 if report["state"] == "patched" and not report["not_bound"] else 1
 
 
 def _apply(arguments: argparse.Namespace) -> int:
@@ -124,6 +153,19 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     sys.stdout.buffer.write(diff(arguments.tree))
     return 0
+
+
+def _wheel(arguments: argparse.Namespace) -> int:
+    from .binding.wheel import repack
+
+    print(f"wrote {repack(arguments.wheel, arguments.out)}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from .show import run
+
+    return run(arguments)
 
 
 def _print_changed(verb: str, changed: list[Any]) -> int:

@@ -2,8 +2,7 @@
 
 Suffixes name shapes: T local tokens, h heads, d head dim, r rotary dim (r <= d), n rows of freqs,
 k pairs of rotary dims (k = r / 2). Inside the kernel a block is ``[h, T, k]``: the heads come
-first so that they lie in the registers of one thread, and every cos and sin is computed by the one
-thread that uses it, for all heads of its token.
+first so that they lie in the registers of one thread, which uses every cos and sin for all of them.
 
 The formula is that of ``rotary.py``, in float32 (float64 where t is float64), rounded once:
 
@@ -15,6 +14,7 @@ backward is the same kernel with the sines exchanged and negated.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .errors import BackendNotAvailable, FreqsError, PackedInputError
+from .rotary import check_tensors
 
 _WARPS = 2
 _HEADS_AT_ONCE = 4
 """Heads that a thread loads before it needs the first: 8 accesses of 16 bytes are in flight."""
+_INTEGERS = (torch.int32, torch.int64)
+_PI = tl.constexpr(math.pi)
 
 
 def rotate_triton(
@@ -43,8 +46,8 @@ def rotate_triton(
         t: ``[T, h, d]`` float16, bfloat16, float32 or float64, any strides; nothing is copied
             beforehand (accesses are 16 bytes wide where the last stride is 1 and t is aligned).
         freqs: ``[n, 1, 1, r]`` angles in radians, any float dtype and strides, r even and at most
-            d; dims past r are copied. cos and sin are computed in float32, in float64 where freqs
-            or t is.
+            d; dims past r are copied. cos and sin are float32 (right to its rounding for angles
+            up to 1e8), float64 where freqs or t is.
         rows: ``[T]`` int32 or int64, the row of each token (``PackedLayout.rows``), or None
             where the row is the token; then tokens from n on (tail padding) are copied. A row
             outside freqs gives NaN, never a read out of bounds.
@@ -64,34 +67,19 @@ def rotate_triton(
 
 
 def _check(t: Tensor, freqs: Tensor, rows: Tensor | None) -> None:
-    if t.dim() != 3 or not t.is_floating_point():
+    check_tensors(t, freqs, t)
+    if freqs.shape[2] != 1 or (freqs.requires_grad and torch.is_grad_enabled()):
+        raise FreqsError(
+            f"freqs has shape {tuple(freqs.shape)} and requires_grad={freqs.requires_grad}; the "
+            "Triton kernel expected [n, 1, 1, r] without a gradient. Angles of each head's own and "
+            "trained ones need the eager rotation (fused=False)."
+        )
+    if rows is not None and not (
+        rows.shape == t.shape[:1] and rows.dtype in _INTEGERS and rows.device == t.device
+    ):
         raise PackedInputError(
-            f"t is {t.dtype} of shape {tuple(t.shape)}; expected a float tensor [T, h, d]."
-        )
-    if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
-        raise FreqsError(
-            f"freqs has shape {tuple(freqs.shape)}; expected [n, 1, 1, r], the same angles for "
-            "all heads. Angles of each head's own need the eager rotation (fused=False)."
-        )
-    if freqs.shape[3] % 2 or freqs.shape[3] > t.shape[2] or not freqs.is_floating_point():
-        raise FreqsError(
-            f"freqs is {freqs.dtype} with rotary dim {freqs.shape[3]}, t has head dim "
-            f"{t.shape[2]}; expected floating-point angles and an even rotary dim of at most that."
-        )
-    if rows is not None:
-        if rows.shape != t.shape[:1] or rows.dtype not in (torch.int32, torch.int64):
-            raise PackedInputError(
-                f"rows is {rows.dtype} of shape {tuple(rows.shape)}; expected int32 or int64, one "
-                f"for each of the {t.shape[0]} tokens."
-            )
-        if rows.device != t.device:
-            raise PackedInputError(f"rows on {rows.device}, t on {t.device}; expected one device.")
-    if freqs.device != t.device:
-        raise PackedInputError(f"freqs on {freqs.device}, t on {t.device}; expected one device.")
-    if freqs.requires_grad and torch.is_grad_enabled():
-        raise FreqsError(
-            "freqs need a gradient; the Triton kernel has none for them. Expected freqs without: "
-            "detach them, or use the eager rotation (fused=False)."
+            f"rows is {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}; expected int32 "
+            f"or int64, one for each of the {t.shape[0]} tokens, on {t.device}."
         )
     if t.device.type == "cpu" and not _INTERPRETED:
         raise BackendNotAvailable(
@@ -114,9 +102,7 @@ def _rotate(
 
 
 @_rotate.register_fake
-def _(
-    t: Tensor, freqs: Tensor, rows: Tensor | None, interleaved: bool, mscale: float, transpose: bool
-) -> Tensor:
+def _(t: Tensor, *_: Any) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
@@ -135,77 +121,66 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _rotate.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-def _launch_arguments(
-    out: Tensor,
-    t: Tensor,
-    freqs: Tensor,
-    rows: Tensor | None,
-    interleaved: bool,
-    mscale: float,
-    transpose: bool,
-) -> dict[str, Any]:
-    """Everything the kernel is launched with; what is compiled in depends on the model alone."""
-    heads, dim = t.shape[1:]
-    rotary = freqs.shape[3]
+def _launch_arguments(out: Tensor, *inputs: Any) -> dict[str, Any]:
+    """All that the kernel is launched with; what is compiled in depends on the model alone."""
+    t, freqs, rows, interleaved, mscale, transpose = inputs
+    (tokens, heads, dim), (num_rows, _, _, rotary) = t.shape, freqs.shape
     pairs = triton.next_power_of_2(max(1, rotary // 2))
-    threads, vector = 32 * _WARPS, 16 // t.element_size()
-    return {
-        "out": out,
-        "t": t,
-        "freqs": freqs,
-        "rows": rows,
-        "num_tokens": t.shape[0],
-        "num_rows": freqs.shape[0],
-        "stride_tT": t.stride(0),
-        "stride_th": t.stride(1),
-        "stride_td": t.stride(2),
-        "stride_fn": freqs.stride(0),
-        "stride_fr": freqs.stride(3),
-        "stride_rT": 1 if rows is None else rows.stride(0),
-        "HEADS": heads,
-        "DIM": dim,
-        "ROTARY": rotary,
-        "INTERLEAVED": interleaved,
-        "TRANSPOSE": transpose,
-        "MSCALE": mscale,
-        # As many tokens as give each thread one 16-byte access for x1 of a head.
-        "BLOCK_T": max(1, triton.next_power_of_2(threads * vector // pairs)),
+    # As many tokens as give each thread one 16-byte access for x1 of a head.
+    accessed = 32 * _WARPS * 16 // t.element_size()
+    tensors = {"out": out, "t": t, "freqs": freqs, "rows": rows}
+    names = ("stride_tT", "stride_th", "stride_td", "stride_fn", "stride_fr", "stride_rT")
+    step = 1 if rows is None else rows.stride(0)
+    strides = dict(zip(names, (*t.stride(), *freqs.stride()[::3], step), strict=True))
+    sizes = {"num_tokens": tokens, "num_rows": num_rows}
+    model = {"HEADS": heads, "DIM": dim, "ROTARY": rotary}
+    model |= {"INTERLEAVED": interleaved, "TRANSPOSE": transpose, "MSCALE": mscale}
+    blocks = {
+        "BLOCK_T": max(1, triton.next_power_of_2(accessed // pairs)),
         "BLOCK_h": min(_HEADS_AT_ONCE, triton.next_power_of_2(heads)),
         "BLOCK_k": pairs,
         "BLOCK_rest": triton.next_power_of_2(max(1, dim - rotary)),
-        "num_warps": _WARPS,
     }
+    return tensors | strides | sizes | model | blocks | {"num_warps": _WARPS}
 
 
 @triton.jit
-def _load_pairs(
-    pointers, stride, inside, other, ROTARY: tl.constexpr, K: tl.constexpr, NEIGHBOURS: tl.constexpr
-):
-    """Both members of every pair, ``[h, T, k]`` each, of rows that start at ``pointers [h, T, 1]``."""
-    if NEIGHBOURS:
-        r = tl.arange(0, 2 * K)[None, None, :]
-        both = tl.load(pointers + r * stride, mask=inside & (r < ROTARY), other=other)
-        return tl.split(both.reshape(both.shape[0], both.shape[1], K, 2))
-    k = tl.arange(0, K)[None, None, :]
-    mask = inside & (k < ROTARY // 2)
-    first = tl.load(pointers + k * stride, mask=mask, other=other)
-    second = tl.load(pointers + (k + ROTARY // 2) * stride, mask=mask, other=other)
+def _load_pairs(start, stride, inside, other, R: tl.constexpr, K: tl.constexpr, NEXT: tl.constexpr):
+    """Both members of every pair, ``[h, T, k]`` each, of rows that start at ``start: [h, T, 1]``.
+
+    R rotary dims are loaded into blocks of K pairs; NEXT: the members are neighbours.
+    """
+    if NEXT:
+        r = tl.arange(0, 2 * K).to(tl.int64)[None, None, :]
+        both = tl.load(start + r * stride, mask=inside & (r < R), other=other)
+        first, second = tl.split(both.reshape(both.shape[0], both.shape[1], K, 2))
+    else:
+        k = tl.arange(0, K).to(tl.int64)[None, None, :]
+        mask = inside & (k < R // 2)
+        first = tl.load(start + k * stride, mask=mask, other=other)
+        second = tl.load(start + (k + R // 2) * stride, mask=mask, other=other)
     return first, second
 
 
 @triton.jit
-def _store_pairs(
-    pointers, first, second, inside, ROTARY: tl.constexpr, K: tl.constexpr, NEIGHBOURS: tl.constexpr
-):
-    if NEIGHBOURS:
-        r = tl.arange(0, 2 * K)[None, None, :]
-        both = tl.join(first, second).reshape(first.shape[0], first.shape[1], 2 * K)
-        tl.store(pointers + r, both, mask=inside & (r < ROTARY))
+def _cos_sin(angle, MSCALE: tl.constexpr, wide: tl.constexpr):
+    """cos and sin times MSCALE; CUDA's own in float32 spill, in their path for large angles.
+
+    The nearest multiple n of pi is taken off in float64, (-1)^n put back at the end; in between,
+    on [-pi/2, pi/2], minimax polynomials are right to 5e-9.
+    """
+    exact = angle.to(tl.float64)
+    if wide == tl.float64 or angle.dtype == tl.float64:
+        cos, sin = tl.cos(exact) * MSCALE, tl.sin(exact) * MSCALE
     else:
-        k = tl.arange(0, K)[None, None, :]
-        mask = inside & (k < ROTARY // 2)
-        tl.store(pointers + k, first, mask=mask)
-        tl.store(pointers + k + ROTARY // 2, second, mask=mask)
+        n = tl.floor(exact * (1 / _PI) + 0.5)
+        scale = MSCALE * (1 - 2 * (n - 2 * tl.floor(n * 0.5))).to(tl.float32)
+        x = (exact - n * _PI).to(tl.float32)
+        z = x * x
+        cos = 0.0416666558 + z * (-0.00138885691 + z * (2.47692979e-5 - z * 2.61936821e-7))
+        sin = -0.166666571 + z * (0.00833301720 + z * (-0.000198066084 + z * 2.60003962e-6))
+        cos, sin = scale * (1 + z * (-0.5 + z * cos)), scale * (x + x * z * sin)
+    return cos.to(wide), sin.to(wide)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -236,35 +211,21 @@ def _rotate_kernel(
     # All heads of BLOCK_T tokens. 64-bit offsets: T * h * d may exceed 2^31.
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[None, :, None]
     real = token < num_tokens
-    if rows is None:
-        row = token
-    else:
-        row = tl.load(rows + token * stride_rT, mask=real, other=0).to(tl.int64)
+    row = token if rows is None else tl.load(rows + token * stride_rT, mask=real, other=0)
     readable = real & (row >= 0) & (row < num_rows)
-    angle1, angle2 = _load_pairs(
-        freqs + row * stride_fn,
-        stride_fr,
-        readable,
-        float("nan"),
-        ROTARY,
-        BLOCK_k,
-        INTERLEAVED,
-    )
+    start = freqs + row.to(tl.int64) * stride_fn
+    unknown = float("nan")
+    angle1, angle2 = _load_pairs(start, stride_fr, readable, unknown, ROTARY, BLOCK_k, INTERLEAVED)
     wide: tl.constexpr = tl.float64 if t.dtype.element_ty == tl.float64 else tl.float32
-    if freqs.dtype.element_ty != tl.float64:
-        angle1, angle2 = angle1.to(wide), angle2.to(wide)
-    cos1, cos2 = tl.cos(angle1).to(wide), tl.cos(angle2).to(wide)
-    sin1, sin2 = tl.sin(angle1).to(wide), tl.sin(angle2).to(wide)
-    if MSCALE != 1.0:
-        cos1, cos2, sin1, sin2 = cos1 * MSCALE, cos2 * MSCALE, sin1 * MSCALE, sin2 * MSCALE
+    cos1, sin1 = _cos_sin(angle1, MSCALE, wide)
+    cos2, sin2 = _cos_sin(angle2, MSCALE, wide)
     if TRANSPOSE:
         sin1, sin2 = -sin2, -sin1
 
+    k, r = tl.arange(0, BLOCK_k)[None, None, :], tl.arange(0, 2 * BLOCK_k)[None, None, :]
     for first_head in range(0, HEADS, BLOCK_h):
         head = (first_head + tl.arange(0, BLOCK_h)).to(tl.int64)[:, None, None]
-        inside = real
-        if HEADS % BLOCK_h:
-            inside = real & (head < HEADS)
+        inside = real & (head < HEADS)
         source = t + token * stride_tT + head * stride_th
         target = out + token * (HEADS * DIM) + head * DIM
         x1, x2 = _load_pairs(source, stride_td, inside, 0.0, ROTARY, BLOCK_k, INTERLEAVED)
@@ -274,9 +235,14 @@ def _rotate_kernel(
         if rows is None:
             out1 = tl.where(token < num_rows, out1, x1)
             out2 = tl.where(token < num_rows, out2, x2)
-        _store_pairs(target, out1, out2, inside, ROTARY, BLOCK_k, INTERLEAVED)
+        if INTERLEAVED:
+            both = tl.join(out1, out2).reshape(BLOCK_h, BLOCK_T, 2 * BLOCK_k)
+            tl.store(target + r, both, mask=inside & (r < ROTARY))
+        else:
+            tl.store(target + k, out1, mask=inside & (k < ROTARY // 2))
+            tl.store(target + k + ROTARY // 2, out2, mask=inside & (k < ROTARY // 2))
         if ROTARY < DIM:
-            rest = ROTARY + tl.arange(0, BLOCK_rest)[None, None, :]
+            rest = ROTARY + tl.arange(0, BLOCK_rest).to(tl.int64)[None, None, :]
             mask = inside & (rest < DIM)
             tl.store(target + rest, tl.load(source + rest * stride_td, mask=mask), mask=mask)
 

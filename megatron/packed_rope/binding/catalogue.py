@@ -73,6 +73,7 @@ class Patch:
         return Path(*self.module.split(".")[2:]).with_suffix(".py")
 
 
+@functools.cache
 def module_names() -> tuple[str, ...]:
     """Upstream modules in the catalogue, in a fixed order."""
     return tuple(sorted(p.stem for p in FOLDER.glob("megatron.*.toml")))

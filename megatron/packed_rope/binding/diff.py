@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 from .disk import patched_contents
@@ -24,8 +25,8 @@ def diff(directory: Path | None = None) -> bytes:
         name = path.relative_to(root).as_posix().encode()
         lines = difflib.diff_bytes(
             difflib.unified_diff,
-            old.splitlines(keepends=True) if b"\r\n" not in old else _lines(old),
-            new.splitlines(keepends=True) if b"\r\n" not in new else _lines(new),
+            _lines(old),
+            _lines(new),
             b"a/" + name,
             b"b/" + name,
         )
@@ -35,4 +36,5 @@ def diff(directory: Path | None = None) -> bytes:
 
 
 def _lines(content: bytes) -> list[bytes]:
-    return [line + b"\n" for line in content.split(b"\n")[:-1]]
+    """Lines as git sees them: they end in a newline, whatever comes before it."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", content)

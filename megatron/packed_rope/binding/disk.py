@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from .. import __version__
 from ..errors import PatchRefused, UnknownDefinition
 from .block import add_block, strip_block
-from .catalogue import known_definitions
+from .catalogue import known_definitions, module_names
 from .definitions import find_definitions
 from .files import clean, locked, write_all
+from .live import unbound
 from .tree import Target, Tree, find_tree
 
 
@@ -29,7 +31,16 @@ class FileStatus:
 
 
 def status(directory: Path | None = None) -> dict[str, Any]:
-    """What is patched on disk, file by file, and whether that is all of it."""
+    """What is patched on disk, file by file, and what this process has bound.
+
+    The returned dict is what ``status --json`` prints:
+
+    - ``packed_rope``, ``megatron_core``: versions;
+    - ``state``: ``patched``, ``partly patched`` or ``unpatched``, of all files on disk;
+    - ``files``: for each file ``module``, ``path``, ``state`` and ``detail`` (see ``FileStatus``);
+    - ``loaded``: catalogued modules that this process has imported;
+    - ``not_bound``: one line for each name of theirs that is not bound to this package.
+    """
     tree = find_tree(directory)
     files = [_status_of(tree, target) for target in tree.targets()]
     states = {file.state for file in files}
@@ -41,6 +52,8 @@ def status(directory: Path | None = None) -> dict[str, Any]:
         "megatron_core": tree.version,
         "state": overall,
         "files": [asdict(file) for file in files],
+        "loaded": [name for name in module_names() if name in sys.modules],
+        "not_bound": list(unbound()),
     }
 
 
@@ -151,5 +164,6 @@ def _refuse_other_ranks() -> None:
     if rank != "0":
         raise PatchRefused(
             f"RANK is {rank}: files are patched once, before a job starts, and by rank 0 alone. "
-            "Run `python -m megatron.packed_rope apply` in the image or on the node, not in the job."
+            "Run `python -m megatron.packed_rope apply` in the image or on the node, not in the "
+            "job."
         )

@@ -18,13 +18,17 @@ ORIGINAL = "__packed_rope_original__"
 """Attribute of a bound function: the upstream definition it took the place of."""
 
 
-def rebind(module_name: str) -> None:
+def rebind(module_name: str) -> list[Callable[..., Any]]:
     """Bind the catalogue's names of one upstream module; names that are bound already stay.
+
+    Returns:
+        The functions that were bound by this call.
 
     Raises:
         PatchNotActive: the module lacks a name that no release is known to lack.
     """
     module = sys.modules[module_name]
+    new = []
     for binding in patch_of(module_name).bindings:
         place = _find(module, binding)
         if place is None:
@@ -39,6 +43,8 @@ def rebind(module_name: str) -> None:
             bound = binding.load_factory()(module, current)
             setattr(bound, ORIGINAL, current)
             setattr(owner, attribute, bound)
+            new.append(bound)
+    return new
 
 
 def _find(module: ModuleType, binding: Binding) -> tuple[Any, str, Callable[..., Any]] | None:
@@ -55,6 +61,7 @@ def _find(module: ModuleType, binding: Binding) -> tuple[Any, str, Callable[...,
 
 def unbound() -> Iterator[str]:
     """One line for each catalogued name of a loaded module that is not bound to this package."""
+    functions: dict[str, Callable[..., Any]] = {}
     for patch in patches():
         module = sys.modules.get(patch.module)
         if module is None:
@@ -69,19 +76,24 @@ def unbound() -> Iterator[str]:
             if not hasattr(current, ORIGINAL):
                 yield f"{patch.module}.{binding.name} is {_origin(current)}"
             elif owner is module:
-                yield from _stale_copies(attribute, current)
-
-
-def _stale_copies(name: str, bound: Callable[..., Any]) -> Iterator[str]:
-    """Modules that imported the name (``from rope_utils import ...``) and hold something else."""
+                functions[attribute] = current
     for holder_name, holder in list(sys.modules.items()):
-        if not holder_name.startswith("megatron.") or holder is None:
+        if holder_name.startswith("megatron.") and holder is not None:
+            yield from _stale_copies(holder_name, holder.__dict__, functions)
+
+
+def _stale_copies(
+    holder: str, held_by_name: dict[str, Any], functions: dict[str, Callable[..., Any]]
+) -> Iterator[str]:
+    """What a module that imported a name (``from rope_utils import ...``) holds in its stead."""
+    for name, bound in functions.items():
+        held = held_by_name.get(name, bound)
+        if held is bound:
             continue
-        held = vars(holder).get(name, bound)
         home = getattr(held, "__module__", None) or ""
         # A module's own function, or Transformer Engine's, may bear the same name.
-        if held is not bound and home != holder_name and not home.startswith("transformer_engine"):
-            yield f"{holder_name}.{name} is {_origin(held)}"
+        if home != holder and not home.startswith("transformer_engine"):
+            yield f"{holder}.{name} is {_origin(held)}"
 
 
 def _origin(function: Any) -> str:

@@ -1,4 +1,4 @@
-"""Cases of ``check`` on the fused kernels: for real where a GPU and a kernel exist, else not run."""
+"""Cases of ``check`` on the fused kernels: run where a GPU and a kernel exist, else "not run"."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class SegmentAttention(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Any:
         """``[T, h, d]`` packed to ``[T, h * d]``, or ``[S, 1, h, d]`` dense to ``[S, 1, h * d]``."""
         params = kwargs.get("packed_seq_params")
         if params is None:

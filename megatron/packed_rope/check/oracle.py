@@ -42,7 +42,7 @@ def rotate(
 
 
 def largest(difference: Tensor) -> float:
-    """Largest absolute value; infinite where one is not a number, which no comparison would show."""
+    """Largest absolute value; infinite where one is not a number (which would hide)."""
     if not difference.isfinite().all():
         return math.inf
     return difference.abs().max().item()

@@ -6,13 +6,12 @@ runs every pinned one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
 
 import pytest
-from trees import HERE, copy_tree, packed_rope, run, wheels
+from trees import HERE, copy_tree, digests, packed_rope, run, wheels
 
 # One per distinct text of a replaced or wrapped definition.
 DISTINCT = ["0.10.0", "0.11.0", "0.12.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1"]
@@ -82,14 +81,6 @@ def releases() -> list[str]:
     if os.environ.get("PACKED_ROPE_RELEASES") != "all":
         return DISTINCT
     return [pin.version for pin in wheels().pins()]
-
-
-def digests(tree: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(tree.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    }
 
 
 def check(tree: Path) -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import subprocess
@@ -64,3 +65,26 @@ def run_python(code: str, tree: Path | None = None, **kwargs) -> subprocess.Comp
 def packed_rope(*arguments: str, tree: Path | None = None, **kwargs) -> subprocess.CompletedProcess:
     """``python -m megatron.packed_rope`` with a release on the path."""
     return run(["-W", "ignore", "-m", "megatron.packed_rope", *arguments], tree, **kwargs)
+
+
+def target_files(version: str, folder: Path) -> Path:
+    """A tree of real copies with no more than what the patch reads and writes, for tests of that."""
+    from megatron.packed_rope.binding.catalogue import patches
+
+    source, tree = unpacked(version), folder / f"files-{version}"
+    core = [Path("package_info.py")]
+    core += [patch.relative_path for patch in patches() if patch.top == "megatron.core"]
+    for path in core:
+        copied = tree / "megatron" / "core" / path
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes((source / "megatron" / "core" / path).read_bytes())
+    return tree
+
+
+def digests(tree: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, hidden ones too, bytecode left out."""
+    return {
+        str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(tree.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts and ".git" not in path.parts
+    }

@@ -6,6 +6,7 @@ per pack, so that the same pack can be made again in an environment with another
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -173,6 +174,8 @@ def random_pack(
 
 def mixed_pack(family: str, seed: int = 20, seconds: tuple[float, ...] = (0.35, 1.7)) -> Pack:
     """A pack that has it all: images, videos, audio where the family knows it, many segments."""
-    pack = random_pack(family, seed, seconds, kind="mixed")
-    assert min(len(pack.images), len(pack.videos), len(pack.segments)) > 2
-    return pack
+    for attempt in itertools.count():
+        pack = random_pack(family, seed + 1000 * attempt, seconds, kind="mixed")
+        if min(len(pack.images), len(pack.videos), len(pack.segments)) > 2:
+            return pack
+    raise AssertionError  # count() does not end

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .layout import PackedLayout
-from .position_arguments import (
+from ..layout import PackedLayout
+from .arguments import (
     check_process_group,
     check_token_ids,
     grids_or_none,
@@ -28,9 +28,9 @@ from .position_arguments import (
     segment_boundaries,
     time_of_media,
 )
-from .position_checks import IMAGE, VIDEO, check_boundaries, check_media
-from .position_families import Family, family_rules
-from .position_media import Media, ends_passed, media_of_row
+from .checks import IMAGE, VIDEO, check_boundaries, check_media
+from .families import Family, family_rules
+from .media import Media, ends_passed, media_of_row
 
 __all__ = ["packed_position_ids"]
 
@@ -61,7 +61,7 @@ def packed_position_ids(
             CP sharding, from 0.
         family: whose rules to count by: the ``model_type`` of the checkpoint's config, such as
             ``"qwen2_vl"``, ``"qwen2_5_vl"``, ``"qwen3_vl"``, ``"qwen3_5"`` (also Qwen3.6),
-            ``"glm4v"``; all of them in ``position_families.FAMILIES``.
+            ``"glm4v"``; all of them in ``positions.families.FAMILIES``.
         image_token_id, video_token_id: the ids that stand for one merged patch of an image or
             a video. Not read where ``mm_token_type_ids`` is given.
         image_grid_thw, video_grid_thw: ``[n, 3]`` integers, frames, height and width of each
@@ -97,7 +97,7 @@ def packed_position_ids(
     Errors that depend on values in tensors are typed on CPU, a device-side assert elsewhere.
 
     The rules are those of ``get_rope_index`` in transformers, family by family (see
-    ``position_families``). Where time is in seconds, f(k) is ``k * second_per_grid_t`` in
+    ``positions.families``). Where time is in seconds, f(k) is ``k * second_per_grid_t`` in
     float32, then ``* tokens_per_second``, rounded down: 0.35 s at 25 per second gives 104 for
     k = 12, where transformers 4.57 casts the seconds to integers first. Float positions are
     summed in float64 and rounded once.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .position_checks import check_grids
-from .position_families import Family
+from .checks import check_grids
+from .families import Family
 
 
 class Media(NamedTuple):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .errors import PackedInputError, PackedRopeError, PositionIdsError, SegmentLengthError, require
+from ..errors import PackedInputError, PackedRopeError, PositionIdsError, SegmentLengthError, require
 
 if TYPE_CHECKING:
-    from .position_media import Media
+    from .media import Media
 
 IMAGE, VIDEO = 1, 2
 """Kinds of tokens, as in mm_token_type_ids of transformers 5.x; any other value counts as text."""

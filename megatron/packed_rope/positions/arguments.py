@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import PackedInputError, PositionIdsError
-from .position_families import Family
+from ..errors import PackedInputError, PositionIdsError
+from .families import Family
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

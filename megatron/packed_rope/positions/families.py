@@ -1,4 +1,4 @@
-"""How each family of vision-language models counts: the rows of data that positions.py reads.
+"""How each family of vision-language models counts: the rows of data that the pass reads.
 
 A text token takes the running counter c on all three axes (time, height, width) and moves it by
 one. Media tokens come in blocks of t frames of h rows of w tokens; the token in frame k, row y,
@@ -16,7 +16,7 @@ from typing import Final
 
 from torch import Tensor
 
-from .errors import PackedInputError, PositionIdsError
+from ..errors import PackedInputError, PositionIdsError
 
 ADVANCES: Final = {
     "max": "by the largest position of the block on any axis, plus 1 (transformers 4.x, vLLM)",
