@@ -81,7 +81,10 @@ def _add_other_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     sub = command(_wheel, "Repack a Megatron-Core wheel with the patch in it.")
     sub.add_argument("wheel", type=Path, help="a megatron_core wheel")
     sub.add_argument("-o", "--out", type=Path, default=Path("dist"), help="folder (dist)")
-    # SHOW
+    from .show import add_arguments
+
+    text = "Draw which row of freqs every token reads, in upstream and as it should be."
+    add_arguments(command(_show, text))
 
 
 def _check(arguments: argparse.Namespace) -> int:

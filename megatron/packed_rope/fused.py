@@ -47,7 +47,7 @@ def rotate_fused_upstream(
     """
     te = getattr(module, "fused_apply_rotary_pos_emb", None)
     wanted = _wanted()
-    if not flags:
+    if not flags and _kernels_take(freqs_T):
         if wanted in (None, "te") and _te_is_exact(te, interleaved, mscale):
             return _rotate_te(te, t, freqs_T, interleaved)
         if wanted == "triton" or (wanted is None and t.is_cuda and _has_triton()):
@@ -72,16 +72,19 @@ def rotate_fused(t: Tensor, freqs_T: Tensor, *, interleaved: bool, mscale: float
     wanted = _wanted()
     if wanted == "eager":
         return rotate(t, freqs_T, interleaved=interleaved, mscale=mscale)
-    if wanted in (None, "te"):
+    takes = _kernels_take(freqs_T)
+    if takes and wanted in (None, "te"):
         te = getattr(sys.modules.get(_UPSTREAM), "fused_apply_rotary_pos_emb", None)
         if te is not None and _te_is_exact(te, interleaved, mscale):
             return _rotate_te(te, t, freqs_T, interleaved)
-    if wanted == "triton" or (wanted is None and t.is_cuda and _has_triton()):
+    if takes and (wanted == "triton" or (wanted is None and t.is_cuda and _has_triton())):
         return _rotate_triton(t, freqs_T, interleaved, mscale)
     raise BackendNotAvailable(
-        f"fused=True for a tensor on {t.device} (interleaved={interleaved}, mscale={mscale}), and "
-        "no fused kernel can do it: expected Transformer Engine through an imported megatron.core, "
-        "or a CUDA tensor and Triton. Pass fused=False for the eager rotation."
+        f"fused=True for a tensor on {t.device} (interleaved={interleaved}, mscale={mscale}, freqs "
+        f"{tuple(freqs_T.shape)}, requires_grad={freqs_T.requires_grad}), and no fused kernel can "
+        "do it: expected Transformer Engine through an imported megatron.core, or a CUDA tensor "
+        "and Triton, and freqs [n, 1, 1, r] that need no gradient. Pass fused=False for the eager "
+        "rotation."
     )
 
 
@@ -93,6 +96,11 @@ def _wanted() -> str | None:
     if wanted is not None and wanted not in BACKENDS:
         raise PackedInputError(f"{BACKEND_VARIABLE}={wanted!r}; expected one of {BACKENDS}.")
     return wanted
+
+
+def _kernels_take(freqs_T: Tensor) -> bool:
+    """One row per token for all heads, and no gradient into freqs: what fused kernels compute."""
+    return freqs_T.shape[2] == 1 and not freqs_T.requires_grad
 
 
 def _te_is_exact(te: Callable[..., Tensor] | None, interleaved: bool, mscale: float) -> bool:

@@ -70,7 +70,7 @@ class SegmentAttention(nn.Module):
         self.config = config
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Any:
-        """``[T, h, d]`` packed to ``[T, h * d]``, or ``[S, 1, h, d]`` dense to ``[S, 1, h * d]``."""
+        """``[T, h, d]`` packed to ``[T, h * d]``; ``[S, 1, h, d]`` dense to ``[S, 1, h * d]``."""
         params = kwargs.get("packed_seq_params")
         if params is None:
             return _causal(query[:, 0], key[:, 0], value[:, 0]).flatten(1).unsqueeze(1)

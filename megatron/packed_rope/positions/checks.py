@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..errors import PackedInputError, PackedRopeError, PositionIdsError, SegmentLengthError, require
+from ..errors import (
+    PackedInputError,
+    PackedRopeError,
+    PositionIdsError,
+    SegmentLengthError,
+    require,
+)
 
 if TYPE_CHECKING:
     from .media import Media

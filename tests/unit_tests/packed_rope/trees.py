@@ -68,7 +68,7 @@ def packed_rope(*arguments: str, tree: Path | None = None, **kwargs) -> subproce
 
 
 def target_files(version: str, folder: Path) -> Path:
-    """A tree of real copies with no more than what the patch reads and writes, for tests of that."""
+    """A tree of real copies of no more than what the patch reads and writes."""
     from megatron.packed_rope.binding.catalogue import patches
 
     source, tree = unpacked(version), folder / f"files-{version}"
