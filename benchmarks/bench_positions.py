@@ -1,14 +1,17 @@
-"""Position ids of a packed row: this package against transformers' get_rope_index per segment.
+"""Position ids of a packed row against the loops of transformers and Megatron-Bridge, on a CPU.
 
-One run, both sides on the same row, so that only ratios matter: 32,768 tokens, 64 segments, 128
-images of 4 to 400 tokens each, on a CPU. Prints Markdown.
+    python benchmarks/bench_positions.py [--repeats 15] [--out FILE]
 
-    python benchmarks/bench_positions.py [--repeats 15]
+32,768 tokens, 64 segments, 128 images, the same row for all. Every figure is a ratio of medians
+measured alternately in one process, so that the machine's noise hits all sides; operations are
+counted, which noise cannot touch. Prints Markdown, and writes it where --out says.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import os
 import platform
 import random
 import statistics
@@ -20,21 +23,27 @@ from typing import Any
 
 import torch
 
-from megatron.packed_rope import packed_position_ids
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests/unit_tests/packed_rope"), str(ROOT / "tools"), str(ROOT)]
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit_tests" / "packed_rope"))
+import bridge_process  # noqa: E402
+import wheels  # noqa: E402
+from counting import count_operations  # noqa: E402
+from oracles import positions_transformers  # noqa: E402
+from oracles.positions_packs import IMAGE, VIDEO, WORDS, Pack, Segment, add_image  # noqa: E402
 
-from counting import count_working_ops
-from oracles import positions_transformers
-from oracles.positions_packs import IMAGE, VIDEO, WORDS, Pack, Segment, add_image
+from megatron.packed_rope import packed_position_ids  # noqa: E402
 
 TOKENS, SEGMENTS, IMAGES = 32_768, 64, 128
+BRIDGE, CORE = "0.6.2", "0.16.1"
+OURS, TRANSFORMERS = "packed_position_ids", "transformers, segment by segment"
+LOOP = f"Megatron-Bridge {BRIDGE}, told of the segments"
 
 
 def image_pack(tokens: int, segments: int, images: int) -> Pack:
     """Segments of equal length with as many images each, text in between and behind."""
     rng = random.Random(0)
-    pack = Pack("qwen2_vl", [])
+    pack = Pack("qwen3_vl", [])
     for _ in range(segments):
         segment = Segment()
         pack.segments.append(segment)
@@ -50,18 +59,10 @@ def packed_call(pack: Pack) -> Callable[[], torch.Tensor]:
     ids = torch.tensor(pack.ids)
     cu_seqlens = torch.tensor(pack.cu_seqlens, dtype=torch.int32)
     grids = torch.tensor(pack.images)
-
-    def call() -> torch.Tensor:
-        return packed_position_ids(
-            ids,
-            cu_seqlens,
-            family=pack.family,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            image_grid_thw=grids,
-        )[:, 0]
-
-    return call
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    return lambda: packed_position_ids(
+        ids, cu_seqlens, family=pack.family, image_grid_thw=grids, **tokens
+    )[:, 0]
 
 
 def transformers_call(pack: Pack) -> Callable[[], torch.Tensor]:
@@ -74,41 +75,82 @@ def transformers_call(pack: Pack) -> Callable[[], torch.Tensor]:
     return lambda: torch.cat([model.get_rope_index(**each)[0][:, 0] for each in inputs], dim=1)
 
 
-def seconds(calls: list[Callable[[], torch.Tensor]], repeats: int) -> list[float]:
-    """Median time of each call; calls take turns, so that noise falls on all of them."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, spent in zip(calls, times, strict=True):
+def bridge_call(pack: Pack) -> Callable[[], torch.Tensor]:
+    """Bridge's own get_rope_index, which loops over the segments of a flat row from 0.6 on."""
+    trees = (wheels.tree(BRIDGE, "megatron-bridge"), wheels.tree(CORE))
+    sys.path[:0] = [str(tree) for tree in trees]
+    bridge_process.bypass_packages()
+    index = bridge_process.Qwen3VL().index
+    ids, grids = bridge_process.row(pack), bridge_process.grids(pack)
+    params = bridge_process.packed_seq_params(pack.cu_seqlens)
+    return lambda: index(ids, packed_seq_params=params, **grids)[0][:, 0]
+
+
+def medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each call; the calls take turns, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
             begin = time.perf_counter()
             call()
-            spent.append(time.perf_counter() - begin)
-    return [statistics.median(spent) for spent in times]
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(spent[1:]) for name, spent in times.items()}
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def report(repeats: int) -> str:
+    torch.set_num_threads(1)  # tensors are small, and collators run one thread a process
+    pack = image_pack(TOKENS, SEGMENTS, IMAGES)
+    calls = {
+        TRANSFORMERS: transformers_call(pack),
+        LOOP: bridge_call(pack),
+        OURS: packed_call(pack),
+    }
+    if not all(torch.equal(call(), calls[OURS]()) for call in calls.values()):
+        raise SystemExit("the positions do not agree: no figure is worth printing")
+    times = medians(calls, repeats)
+    rows = {n: count_operations(packed_call(image_pack(TOKENS, n, n))) for n in (8, 800)}
+    lines = [
+        f"# Position ids of a packed row, {datetime.date.today()}",
+        "",
+        f"{processor()}, {os.cpu_count()} cores, one thread, torch {torch.__version__}. "
+        f"`python benchmarks/bench_positions.py`. {TOKENS:,} tokens, {SEGMENTS} segments, {IMAGES} "
+        f"images, family `{pack.family}`; medians of {repeats} calls that take turns. Same numbers "
+        "from all three.",
+        "",
+        "| | times the time of `packed_position_ids` |",
+        "|---|---|",
+        *(f"| {name} | {times[name] / times[OURS]:.1f} |" for name in (TRANSFORMERS, LOOP)),
+        "",
+        "| `packed_position_ids` on | working operations | of them host reads |",
+        "|---|---|---|",
+        *(
+            f"| {n} segments, {n} images | {operations} | {reads} |"
+            for n, (operations, reads) in rows.items()
+        ),
+        "",
+        "Host reads are those of the value checks on a CPU, which name what is wrong; on a CUDA "
+        "device the checks are device-side asserts and there are none.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
-
-    pack = image_pack(TOKENS, SEGMENTS, IMAGES)
-    ours, theirs = packed_call(pack), transformers_call(pack)
-    if not torch.equal(ours(), theirs()):
-        raise SystemExit("the two do not agree: no figure is worth printing")
-    fast, slow = seconds([ours, theirs], repeats)
-    few, many = (
-        sum(count_working_ops(packed_call(image_pack(TOKENS, n, n))).values()) for n in (8, 800)
-    )
-    print(
-        f"{TOKENS:,} tokens, {SEGMENTS} segments, {IMAGES} images; {platform.machine()}, "
-        f"{torch.get_num_threads()} thread(s), torch {torch.__version__}\n"
-    )
-    print("| | one call | ratio |")
-    print("|---|---|---|")
-    print(f"| transformers, segment by segment | {slow * 1e3:.1f} ms | 1.0 |")
-    print(f"| packed_position_ids | {fast * 1e3:.1f} ms | {slow / fast:.1f} |")
-    print("\n| aten operations | 8 segments, 8 images | 800 segments, 800 images |")
-    print("|---|---|---|")
-    print(f"| packed_position_ids | {few} | {many} |")
+    parser.add_argument("--out", type=Path, help="write the Markdown here too")
+    arguments = parser.parse_args()
+    text = report(arguments.repeats)
+    print(text)
+    if arguments.out:
+        arguments.out.parent.mkdir(exist_ok=True)
+        arguments.out.write_text(text)
 
 
 if __name__ == "__main__":

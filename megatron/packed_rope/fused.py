@@ -58,7 +58,7 @@ def rotate_fused_upstream(
             f"{'found' if te else 'missing'}; rotary_interleaved={interleaved}, mscale={mscale}, "
             f"{flags or 'no further flags'}). Unset the variable to let the package choose."
         )
-    if wanted is None:
+    if wanted is None and not torch.compiler.is_compiling():  # a warning would break the graph
         _warn_unfused()
     return None
 
@@ -142,5 +142,5 @@ def _warn_unfused() -> None:
         "megatron-packed-rope: apply_rope_fusion is set, but no fused kernel here can do this "
         "packed rotation exactly (mscale, MLA interleaving and, on older releases or Transformer "
         "Engine, rotary_interleaved would be dropped silently); rotating unfused.",
-        stacklevel=4,
+        stacklevel=5,
     )

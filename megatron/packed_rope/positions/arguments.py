@@ -96,12 +96,14 @@ def time_of_media(
     images: Tensor,
     videos: Tensor,
 ) -> tuple[Tensor, float]:
-    """``[images + videos]`` float32 seconds from frame to frame, and positions per second."""
-    num_images, num_videos = images.shape[0], videos.shape[0]
-    of_images = torch.full((num_images,), rules.image_seconds, device=images.device)
-    if rules.video_seconds is not None:
-        of_videos = torch.full((num_videos,), rules.video_seconds, device=images.device)
-        return torch.cat((of_images, of_videos)), 1.0
+    """``[images + videos]`` float32 seconds from frame to frame, and positions per second.
+
+    Ones where the family does not count in seconds.
+    """
+    num_images, num_videos, device = images.shape[0], videos.shape[0], images.device
+    if not rules.in_seconds:
+        return torch.ones(num_images + num_videos, dtype=torch.float32, device=device), 1.0
+    of_images = torch.full((num_images,), rules.image_seconds, dtype=torch.float32, device=device)
     if seconds is None:
         if num_videos:
             raise PositionIdsError(

@@ -94,23 +94,32 @@ def check_grids(
 
 
 def check_media(
-    kinds_T: Tensor, segments_T: Tensor, inside_T: Tensor, media: Media, splits_videos: bool
+    is_image_T: Tensor,
+    is_video_T: Tensor,
+    segments_T: Tensor,
+    medium_T: Tensor,
+    inside_T: Tensor,
+    media: Media,
+    splits_videos: bool,
 ) -> None:
     """Media tokens per kind are those of the grids, and no block is cut or interrupted.
 
-    ``kinds_T`` is 0 for padding; ``inside_T`` is the index of each token in its block.
+    ``inside_T`` is the index of each token in its block, 0 for text and padding.
     """
     images = media.start[media.num_images]
-    counts_fit = ((kinds_T == IMAGE).sum() == images) & (
-        (kinds_T == VIDEO).sum() == media.start[-1] - images
-    )
-    # A token inside a block follows one of the same block: of its kind, in its segment.
+    counts_fit = (is_image_T.sum() == images) & (is_video_T.sum() == media.start[-1] - images)
+    # A token inside a block follows one of the same medium, in the same segment.
     begins_T = inside_T[1:] == 0
-    goes_on_T = (kinds_T[1:] == kinds_T[:-1]) & (segments_T[1:] == segments_T[:-1])
+    goes_on_T = (medium_T[1:] == medium_T[:-1]) & (segments_T[1:] == segments_T[:-1])
+
+    def explain() -> PositionIdsError:
+        kinds_T = is_image_T * IMAGE + is_video_T * VIDEO
+        return _explain_media(kinds_T.tolist(), segments_T.tolist(), media, splits_videos)
+
     require(
         counts_fit & (begins_T | goes_on_T).all(),
         "packed_rope: media tokens do not match the grids, or a block crosses a segment boundary",
-        lambda: _explain_media(kinds_T.tolist(), segments_T.tolist(), media, splits_videos),
+        explain,
     )
 
 

@@ -26,14 +26,14 @@ ADVANCES: Final = {
 
 @dataclass(frozen=True)
 class Family:
-    """One family's rules. Where seconds are not the batch's, tokens_per_second is 1."""
+    """One family's rules."""
 
+    in_seconds: bool = False
+    """f(k) is frame k's time: k * second_per_grid_t * tokens_per_second; else it is k itself."""
     image_seconds: float = 1.0
     """Seconds between frames of an image. Images have one frame, so this hardly ever shows."""
-    video_seconds: float | None = 1.0
-    """Seconds between frames of a video; None where the batch says, in second_per_grid_ts."""
     splits_videos: bool = False
-    """Every frame of a video is a block of its own, with text (a timestamp) before it."""
+    """Every frame of a video is a block of its own, with text (a timestamp) before it: k is 0."""
     temporal_merge: int = 1
     """Frames of a video's grid that are merged into one frame of tokens."""
     float_time: bool = False
@@ -42,20 +42,22 @@ class Family:
     """The ways to move the counter that this family is known to be used with."""
 
     def time(self, frames: Tensor, seconds: Tensor, rate: float) -> Tensor:
-        """f(k) of frames k, ``seconds`` apart (float32), at ``rate`` positions per second.
+        """f(k) of frames k (int32), ``seconds`` apart (float32), at ``rate`` positions per second.
 
         int32, or float64 for float time. The two products are rounded to float32 one by one.
         """
+        if not self.in_seconds:
+            return frames
         time = frames.float() * seconds * rate
         return time.double() if self.float_time else time.int()
 
 
 _QWEN2_VL = Family()
-_QWEN2_5_VL = Family(image_seconds=0.0, video_seconds=None)
-_FRAME_BY_FRAME = Family(video_seconds=0.0, splits_videos=True)
+_QWEN2_5_VL = Family(in_seconds=True, image_seconds=0.0)
+_FRAME_BY_FRAME = Family(splits_videos=True)
 _ERNIE4_5_VL = Family(temporal_merge=2)
-_QWEN2_5_OMNI = Family(video_seconds=None, advances=("max",))
-_QWEN3_OMNI = Family(video_seconds=None, float_time=True, advances=("max",))
+_QWEN2_5_OMNI = Family(in_seconds=True, advances=("max",))
+_QWEN3_OMNI = Family(in_seconds=True, float_time=True, advances=("max",))
 
 # Names are the model_type of the checkpoints' config. Qwen3.6 checkpoints carry those of Qwen3.5.
 FAMILIES: Final = {

@@ -49,9 +49,10 @@ def media_of_row(
     )
     seconds_m = pad(seconds_m, (0, 1))
     frame_m = heights_m * widths_m
-    tokens_m = block_m = frames_m * frame_m
-    if rules.splits_videos:
-        block_m = torch.cat((tokens_m[:num_images], frame_m[num_images:]))
+    tokens_m = frames_m * frame_m
+    if rules.splits_videos:  # frames of a block from here on
+        frames_m = pad(frames_m[:num_images], (0, videos.shape[0] + 1), value=1)
+    block_m = frames_m * frame_m
     moves_m = torch.maximum(heights_m, widths_m)
     if advance == "max":
         last_m = rules.time(frames_m - 1, seconds_m, rate)

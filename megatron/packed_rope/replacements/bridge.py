@@ -6,9 +6,9 @@ where that function looks for it.
 
 That place is a context variable: each thread has its own, and a model inside a model, or a dense
 call inside a packed one, sees its own batch and puts the outer one back. Dynamo cannot trace one
-under fullgraph, which costs nothing here: upstream's ``forward`` reads values to the host and pushes
-NVTX ranges, so it has never been one graph. (GPTModel's wrapper must be traceable and uses an
-attribute instead.)
+under fullgraph, which costs nothing here: upstream's ``forward`` reads values to the host and
+pushes NVTX ranges, so it has never been one graph. (GPTModel's wrapper must be traceable and uses
+an attribute instead.)
 """
 
 from __future__ import annotations

@@ -76,9 +76,8 @@ def _knowing_packed_rows(original: Callable[..., Any], rules: _Rules) -> Callabl
 def _qwen25_vl_rules(config: Any, given: dict[str, Any], params: Any) -> dict[str, Any]:
     seconds, videos = given.get("second_per_grid_ts"), given.get("video_grid_thw")
     if seconds is None and videos is not None:
-        seconds = torch.ones(
-            videos.shape[0], device=videos.device
-        )  # as transformers takes a missing one
+        # As transformers takes them where they are missing.
+        seconds = torch.ones(videos.shape[0], dtype=torch.float32, device=videos.device)
     return {
         "family": "qwen2_5_vl",
         "second_per_grid_ts": seconds,

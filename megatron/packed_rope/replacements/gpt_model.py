@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ..layout import PACKED_LOCAL, PER_SEQUENCE
 from .declarations import argument_reader, batch_cp_group, cp_of, declare, is_thd
 from .rotary_pos_embedding import CALL_ATTRIBUTE, MropeCall
@@ -36,7 +38,12 @@ def preprocess(module: ModuleType, original: Callable[..., Any]) -> Callable[...
             return original(self, *args, **kwargs)
         mrope = getattr(module, "MultimodalRotaryEmbedding", None)
         if mrope is None or type(embedding).forward is not mrope.forward:
-            if thd and cp_of(batch_cp_group(params), getattr(embedding, "cp_group", None))[0] > 1:
+            compiling = torch.compiler.is_compiling()  # a warning would break the graph
+            if (
+                thd
+                and not compiling
+                and cp_of(batch_cp_group(params), getattr(embedding, "cp_group", None))[0] > 1
+            ):
                 _warn_foreign_forward(type(embedding))
             return original(self, *args, **kwargs)
         if thd:

@@ -1,15 +1,17 @@
 """Run in a process of its own: the position ids of a real Megatron-Bridge, printed as JSON.
 
-    python bridge_process.py
+    python bridge_process.py [in-process]
 
-Bridge and Megatron-Core come from PYTHONPATH, patched or not. Their package ``__init__`` files are
-bypassed, as they import all models and Transformer Engine; so is what only building a model needs.
+Bridge and Megatron-Core come from PYTHONPATH, patched on disk or not; "in-process" binds them by
+the import hook. Bridge's package ``__init__`` files are bypassed, as they import all models
+and Transformer Engine; so is what only building a model needs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import sys
 import threading
@@ -22,6 +24,8 @@ from typing import Any
 
 import torch
 from oracles import positions_packs as packs
+
+from megatron.packed_rope.binding.live import unbound
 
 QWEN_VL = "megatron.bridge.models.qwen_vl"
 QWEN3_VL = f"{QWEN_VL}.modelling_qwen3_vl"
@@ -79,6 +83,12 @@ class Finder:
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def bypass_packages() -> None:
+    sys.meta_path.insert(0, Finder())
+    if not hasattr(typing, "override"):  # Bridge asks for Python 3.12
+        typing.override = lambda function: function
 
 
 class Group:
@@ -218,8 +228,13 @@ def qwen3_vl() -> dict[str, Any]:
         ),
         outcome(lambda: qwen.index(left, attention_mask=(left != 0).long(), **grids(segments[0]))),
     ]
-    found["forward"] = qwen3_vl_forward(qwen)
-    return found
+    rope = importlib.import_module(f"{QWEN3_VL}.rope")
+    found["rotary classes"] = {
+        name: list(inspect.signature(value.forward).parameters)
+        for name, value in vars(rope).items()
+        if isinstance(value, type) and value.__module__ == rope.__name__
+    }
+    return found | {"forward": qwen3_vl_forward(qwen)}
 
 
 def qwen3_vl_forward(qwen: Qwen3VL) -> dict[str, Any]:
@@ -305,12 +320,13 @@ def with_seconds(segment: packs.Segment, seconds: float) -> packs.Segment:
 
 
 def main() -> None:
-    sys.meta_path.insert(0, Finder())
-    if not hasattr(typing, "override"):  # Bridge asks for Python 3.12
-        typing.override = lambda function: function
+    if "in-process" in sys.argv:
+        importlib.import_module("megatron.packed_rope.auto")
+    bypass_packages()
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
     report = {"qwen3_vl": qwen3_vl()}
     report |= {family: borrowed(family) for family in ("qwen2_5_vl", "glm4v")}
+    report["not bound"] = list(unbound())
     print(json.dumps(report))
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from counting import count_working_ops
 from oracles import positions_packs as packs
+from oracles import positions_rules as rules
 from oracles.positions_calls import arguments, positions
 from oracles.positions_packs import IMAGE, VIDEO, VISION_END, VISION_START, Pack, Segment
 from shared_cases import load_cases
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trees import run_python
 
 from megatron.packed_rope import packed_position_ids
 
@@ -46,7 +48,7 @@ def test_worked_numbers(case):
     assert call(ids, cu, **case) == expected
 
 
-def test_a_segment_that_ends_in_vision_start_before_one_that_begins_with_an_image():  # R26
+def test_r26_a_segment_that_ends_in_vision_start_before_one_that_begins_with_an_image():
     ids = [1, VISION_START, IMAGE, IMAGE, IMAGE, IMAGE, 5]
     time, height, width = call(ids, [0, 2, 7], image_grid_thw=[[1, 4, 4]])
     assert time == [0, 1, 0, 0, 0, 0, 2]
@@ -54,28 +56,28 @@ def test_a_segment_that_ends_in_vision_start_before_one_that_begins_with_an_imag
     assert width == [0, 1, 0, 1, 0, 1, 2]
 
 
-def test_a_row_that_ends_in_vision_start():  # R27
+def test_r27_a_row_that_ends_in_vision_start():
     assert call([1, 2, VISION_START], [0, 3]) == [[0, 1, 2]] * 3
 
 
-def test_thousands_of_segments_of_one_token():  # R28
+def test_r28_thousands_of_segments_of_one_token():
     n = 4000
     assert call([7] * n, list(range(n + 1))) == [[0] * n] * 3
 
 
-def test_padded_boundaries_place_tokens_real_ones_end_them():  # R16
+def test_r16_padded_boundaries_place_tokens_real_ones_end_them():
     ids = [1, 2, 3, IMAGE, 4, 5, 6, 7, IMAGE, IMAGE, IMAGE, IMAGE]  # padding looks like an image
     found = call(ids, [0, 3, 7], cu_seqlens_padded=[0, 4, 12])
     assert found == [[0, 1, 2, 1, 0, 1, 2, 3, 1, 1, 1, 1]] * 3
 
 
 @pytest.mark.parametrize(("advance", "after"), [("max", 7), ("hw", 4)])
-def test_text_behind_a_video_of_more_frames_than_rows(advance, after):  # R33
+def test_r33_text_behind_a_video_of_more_frames_than_rows(advance, after):
     time, *_ = call([1, *VIDEO_20, 7], [0, 24], video_grid_thw=[[5, 4, 4]], advance=advance)
     assert time[-2:] == [after, after + 1]
 
 
-def test_fractions_of_seconds_are_products_of_float32():  # R32
+def test_r32_fractions_of_seconds_are_products_of_float32():
     ids = [VISION_START, *[VIDEO] * 13, VISION_END]
     time, *_ = call(
         ids,
@@ -171,7 +173,7 @@ def test_types_take_the_place_of_ids(family):
 
 
 def test_types_other_than_image_and_video_are_text():
-    assert call([1, 2, 3], [0, 3], mm_token_type_ids=[0, 3, 3]) == [[0, 1, 2]] * 3
+    assert call([1, 2, 3], [0, 3], mm_token_type_ids=[0, 3, 257]) == [[0, 1, 2]] * 3
 
 
 def test_glm_frames_as_video_tokens():
@@ -206,6 +208,30 @@ def test_rows_and_grids_that_are_not_contiguous():
 def test_seconds_as_a_list_are_the_same_as_a_tensor():
     pack = packs.mixed_pack("qwen2_5_vl")
     assert torch.equal(positions(pack, second_per_grid_ts=pack.seconds), positions(pack))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_omni_moe"])
+def test_torchs_default_dtype_changes_nothing(family, dtype):
+    pack = packs.mixed_pack(family)
+    expected = positions(pack)
+    seconds = {"second_per_grid_ts": pack.seconds} if family in packs.SECONDS else {}
+    torch.set_default_dtype(dtype)
+    try:
+        found = positions(pack, **seconds)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_rows_and_frames_of_every_size_are_told_apart():
+    """The quotients that find them are exact: one image of each shape up to 48 x 48."""
+    pack = Pack("qwen2_vl", [Segment()])
+    for rows in range(1, 49):
+        for columns in range(1, 49, 5):
+            packs.add_image(pack.segments[0], rows, columns)
+    assert positions(pack).tolist() == rules.positions(pack)
 
 
 def test_another_merge():
@@ -322,3 +348,19 @@ def test_captured_in_a_cuda_graph():
     other["second_per_grid_ts"].mul_(2)
     graph.replay()
     assert torch.equal(found, packed_position_ids(**other))
+
+
+def test_it_needs_torch_and_no_megatron():
+    done = run_python(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from megatron.packed_rope import packed_position_ids\n"
+        "from megatron.packed_rope.positions import packed_position_ids as the_same\n"
+        "assert packed_position_ids is the_same\n"
+        "packed_position_ids(torch.tensor([1, 2]), torch.tensor([0, 2]), family='qwen2_vl',\n"
+        "                    image_token_id=10, video_token_id=20)\n"
+        "new = set(sys.modules) - before - set(sys.stdlib_module_names)\n"
+        "print(*sorted(n for n in new if not n.startswith(('torch.', 'megatron.packed_rope'))))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["megatron"]

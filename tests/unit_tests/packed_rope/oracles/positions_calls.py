@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracles import positions_packs as packs
-from oracles.positions_packs import Pack
 from torch import Tensor
 
 from megatron.packed_rope import packed_position_ids
+from oracles import positions_packs as packs
+from oracles.positions_packs import Pack
 
 
 def arguments(pack: Pack, device: str = "cpu") -> dict[str, Any]:

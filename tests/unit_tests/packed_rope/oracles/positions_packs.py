@@ -143,7 +143,7 @@ def random_pack(
     max_media: int = 200,
     kind: str | None = None,
 ) -> Pack:
-    """A pack of up to ``max_media`` media: text-only, images, videos or mixed; some segments empty."""
+    """A pack of up to ``max_media`` media: text, images, videos or a mix; some segments empty."""
     rng = random.Random(f"{family}-{seed}")
     media = min(max_media, rng.choice((50, 200)) if seed % 10 == 0 else rng.randint(1, 16))
     pack = Pack(family, [], rng.choice((1, 2, 4, 25)) if family in SECONDS else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from oracles.positions_packs import Pack, Run, Segment
 
 WHOLE_FRAMES = {"qwen2_vl", "ernie4_5_vl_moe"}

@@ -10,9 +10,10 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from oracles import positions_packs as packs
 from oracles.positions_packs import Pack, Segment
-from torch import Tensor
 
 # family: (module below transformers.models, class with get_rope_index)
 MODELS = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+
 from oracles import positions_transformers
 from oracles.positions_packs import Pack, random_pack
 
