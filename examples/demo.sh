@@ -16,6 +16,7 @@ if [ ! -e "$venv/.ready" ]; then
     }
     touch "$venv/.ready"
 fi
+rm -rf build # setuptools would install what lies there, also modules that are gone
 "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall .
 cd "$venv" # so that Python imports what is installed, not this checkout
 patch() { bin/python -W ignore -m megatron.packed_rope "$@"; }

@@ -3,7 +3,10 @@
     python tools/fingerprints.py           write the file
     python tools/fingerprints.py --check [FILE]   exit 1 if it is not what would be written
 
-Only SHA-256 sums of upstream text are stored, never the text.
+    python tools/fingerprints.py --of TREE NAME   lines of snapshots.txt for an unpacked checkout
+
+Commits that no wheel was made of are listed, by hand, in snapshots.txt. Only SHA-256 sums of
+upstream text are stored, never the text.
 """
 
 from __future__ import annotations
@@ -49,13 +52,35 @@ def render() -> str:
                 if binding.replaced:
                     known[definition.name][definition.sha256].append(pin.version)
         for name, digests in known.items():
+            for snapshot, definition, digest in snapshots():
+                if definition == f"{patch.module}:{name}":
+                    digests[digest].append(snapshot)
             lines.append(f'["{patch.module}:{name}"]')
             lines += [f'{digest} = ["' + '", "'.join(v) + '"]' for digest, v in digests.items()]
             lines.append("")
     return "\n".join(lines)
 
 
+def snapshots() -> list[list[str]]:
+    """(name, module:definition, SHA-256) of definitions in commits between releases."""
+    lines = Path(__file__).with_name("snapshots.txt").read_text().splitlines()
+    return [line.split() for line in lines if line and not line.startswith("#")]
+
+
+def of_tree(tree: Path, name: str) -> str:
+    lines = []
+    for patch in patches():
+        path = tree.joinpath(*patch.module.split(".")).with_suffix(".py")
+        if path.exists():
+            names = {b.name for b in patch.bindings if b.replaced}
+            for found in find_definitions(path.read_bytes(), names).values():
+                lines.append(f"{name} {patch.module}:{found.name} {found.sha256}")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--of"]:
+        sys.exit(print(of_tree(Path(sys.argv[2]), sys.argv[3])))
     text, path = render(), FOLDER / "known.toml"
     if "--check" in sys.argv:
         if sys.argv[-1] != "--check":

@@ -227,6 +227,15 @@ def qwen3_vl() -> dict[str, Any]:
             )
         ),
         outcome(lambda: qwen.index(left, attention_mask=(left != 0).long(), **grids(segments[0]))),
+        # One row of a batch that is packed later, padded on the left: no flat packed row.
+        outcome(
+            lambda: qwen.index(
+                left,
+                attention_mask=(left != 0).long(),
+                packed_seq_params=packed_seq_params([0, length]),
+                **grids(segments[0]),
+            )
+        ),
     ]
     rope = importlib.import_module(f"{QWEN3_VL}.rope")
     found["rotary classes"] = {

@@ -252,7 +252,7 @@ def test_a_video_that_is_cut_off_does_not_reach_into_the_next_segment():
         "video_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
     }
     model = borrowing_model(get_rope_index_4)
-    found = run_forward(bridge_transformers.glm_45v_forward, model, ids, [0, 5, 17], **grids)
+    found = run_forward(bridge_transformers.glm_45v_forward, model, ids, [0, 5, 18], **grids)
     assert found[0, 0].tolist() == [0, 1, 1, 1, 1, 0, *[1] * 6, 4, *[5] * 4, 7]
 
 
