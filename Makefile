@@ -51,6 +51,7 @@ fingerprints: wheels
 bench: wheels
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python benchmarks/bench_cpu.py --out benchmarks/results/$$(date +%F)-cpu.md
 	$(BIN)/python benchmarks/bench_positions.py --out benchmarks/results/$$(date +%F)-positions.md
+	$(BIN)/python benchmarks/bench_import.py --out benchmarks/results/$$(date +%F)-import.md
 
 gpu-check:
 	@PYTHON="$(PYTHON)" bash tools/gpu_check.sh

@@ -17,11 +17,14 @@ def diff(directory: Path | None = None) -> bytes:
         PatchRefused, UnknownDefinition: as ``apply`` would.
     """
     tree = find_tree(directory)
-    root = tree.root if directory is None else directory.resolve()
+    roots = [folder.parents[1] for folder in tree.packages.values()]  # site-packages, as a rule
+    if directory is not None:
+        roots = [directory.resolve()]
     out = b""
     for path, (old, new) in patched_contents(tree).items():
         if old == new:
             continue
+        root = next(root for root in roots if path.is_relative_to(root))
         name = path.relative_to(root).as_posix().encode()
         lines = difflib.diff_bytes(
             difflib.unified_diff,

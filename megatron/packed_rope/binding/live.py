@@ -61,7 +61,7 @@ def _find(module: ModuleType, binding: Binding) -> tuple[Any, str, Callable[...,
 
 def unbound() -> Iterator[str]:
     """One line for each catalogued name of a loaded module that is not bound to this package."""
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, tuple[str, Callable[..., Any]]] = {}
     for patch in patches():
         module = sys.modules.get(patch.module)
         if module is None:
@@ -76,23 +76,24 @@ def unbound() -> Iterator[str]:
             if not hasattr(current, ORIGINAL):
                 yield f"{patch.module}.{binding.name} is {_origin(current)}"
             elif owner is module:
-                functions[attribute] = current
+                functions[attribute] = (patch.module, current)
     for holder_name, holder in list(sys.modules.items()):
         if holder_name.startswith("megatron.") and holder is not None:
             yield from _stale_copies(holder_name, holder.__dict__, functions)
 
 
 def _stale_copies(
-    holder: str, held_by_name: dict[str, Any], functions: dict[str, Callable[..., Any]]
+    holder: str,
+    held_by_name: dict[str, Any],
+    functions: dict[str, tuple[str, Callable[..., Any]]],
 ) -> Iterator[str]:
     """What a module that imported a name (``from rope_utils import ...``) holds in its stead."""
-    for name, bound in functions.items():
+    for name, (module, bound) in functions.items():
         held = held_by_name.get(name, bound)
-        if held is bound:
-            continue
         home = getattr(held, "__module__", None) or ""
-        # A module's own function, or Transformer Engine's, may bear the same name.
-        if home != holder and not home.startswith("transformer_engine"):
+        # Other upstream modules, and Transformer Engine, have functions of the same name.
+        another = home != module and home.startswith(("megatron.", "transformer_engine"))
+        if held is not bound and not another:
             yield f"{holder}.{name} is {_origin(held)}"
 
 
@@ -106,25 +107,24 @@ def require_active() -> None:
 
     For launch scripts: file marks say nothing about a process that imported Megatron before the
     patch, nor about a framework that bound its own function afterwards. Imports megatron.core's
-    patched modules if they are not loaded yet; costs less than a millisecond once they are.
+    patched modules if they are not loaded yet (costs less than a millisecond once they are);
+    of other packages, such as Megatron-Bridge, it looks at what is loaded.
 
     Raises:
         PatchNotActive: names what is not bound, and the command that binds it.
     """
     import importlib
-    import importlib.util
 
     for patch in patches():
-        if patch.module in sys.modules:
+        if patch.top != "megatron.core" or patch.module in sys.modules:
             continue
-        if patch.top == "megatron.core" or importlib.util.find_spec(patch.top) is not None:
-            try:
-                importlib.import_module(patch.module)
-            except ModuleNotFoundError as error:
-                raise PatchNotActive(
-                    f"{patch.module} cannot be imported ({error}), so it is not patched. Install "
-                    "megatron-core in this environment."
-                ) from error
+        try:
+            importlib.import_module(patch.module)
+        except ModuleNotFoundError as error:
+            raise PatchNotActive(
+                f"{patch.module} cannot be imported ({error}), so it is not patched. Install "
+                "megatron-core in this environment."
+            ) from error
     wrong = list(unbound())
     if wrong:
         raise PatchNotActive(

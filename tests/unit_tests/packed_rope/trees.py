@@ -14,14 +14,17 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+WHEELS = ROOT / "tools" / "wheels.py"
+
+if not WHEELS.exists():
+    pytest.skip("needs the project's own checkout (tools/wheels.py)", allow_module_level=True)
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    pytest.skip("starts processes of its own, so not under torchrun", allow_module_level=True)
 
 
 def wheels() -> ModuleType:
-    """tools/wheels.py, which fetches wheels by pinned hash; absent where only the tests are."""
-    path = ROOT / "tools" / "wheels.py"
-    if not path.exists():
-        pytest.skip("tools/wheels.py is not here: these tests run in the project's own checkout")
-    spec = importlib.util.spec_from_file_location("wheels", path)
+    """tools/wheels.py, which fetches wheels by pinned hash."""
+    spec = importlib.util.spec_from_file_location("wheels", WHEELS)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault("wheels", module)
     spec.loader.exec_module(module)
