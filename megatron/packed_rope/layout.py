@@ -22,7 +22,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import FreqsError, PackedInputError, PackedRopeError, SegmentLengthError, require
+from .errors import FreqsError, PackedInputError, require
+from .layout_errors import check_integers, explain_lengths, explain_rows_of_tokens
 
 PER_SEQUENCE: Final = "per_sequence"
 """Row p of freqs is position p; all segments share the table."""
@@ -88,7 +89,7 @@ class PackedLayout:
         cp_layout: str = "zigzag",
         start_positions: Tensor | None = None,
     ) -> None:
-        _check_integers("cu_seqlens", cu_seqlens)
+        check_integers("cu_seqlens", cu_seqlens)
         if cu_seqlens.shape[0] < 2:
             raise PackedInputError(
                 f"cu_seqlens has {cu_seqlens.shape[0]} entries; expected n + 1 boundaries for "
@@ -101,7 +102,7 @@ class PackedLayout:
         if cp_layout not in CP_LAYOUTS:
             raise PackedInputError(f"cp_layout {cp_layout!r}; expected one of {CP_LAYOUTS}.")
         if start_positions is not None:
-            _check_integers("start_positions", start_positions)
+            check_integers("start_positions", start_positions)
             if start_positions.shape[0] != cu_seqlens.shape[0] - 1:
                 raise PackedInputError(
                     f"start_positions has {start_positions.shape[0]} entries; expected one for "
@@ -245,19 +246,10 @@ class PackedLayout:
         """Where the row is the token: the real tokens must fit into t and into freqs."""
         fit = self.num_tokens if num_rows is None else min(self.num_tokens, num_rows)
 
-        def explain() -> PackedRopeError:
-            needed = -(-int(self.cu_seqlens[-1]) // self.cp_size)
-            if needed > self.num_tokens:
-                return self._too_few_tokens(needed)
-            return FreqsError(
-                f"freqs has {num_rows} rows for {needed} packed tokens of this rank; expected a "
-                "row for each. If freqs is a table of positions, declare 'per_sequence'."
-            )
-
         require(
             self.cu_seqlens[-1] <= fit * self.cp_size,
             "packed_rope: cu_seqlens[-1] exceeds the tokens or the rows of freqs at hand",
-            explain,
+            lambda: explain_rows_of_tokens(self, num_rows),
         )
 
     def _require(
@@ -269,10 +261,6 @@ class PackedLayout:
         num_rows: int | None = None,
     ) -> None:
         """Lengths fit the CP layout, tokens fit t, and rows read (per segment or in all) exist."""
-
-        def explain() -> PackedRopeError:
-            return self._explain(lengths_n.tolist(), int(cut.chunks), num_rows)
-
         # Tokens that all ranks hold fit by definition: they are what cu[-1] <= T recognises.
         ok = (lengths_n >= 0) & (cu[-1] <= self.num_tokens * self.cp_size)
         if self.cp_size > 1:
@@ -283,52 +271,5 @@ class PackedLayout:
             ok,
             "packed_rope: a segment of cu_seqlens does not fit the CP layout (zigzag: divisible "
             "by 2 * cp_size, contiguous: by cp_size), the tokens of t, or the rows of freqs",
-            explain,
+            lambda: explain_lengths(self, lengths_n.tolist(), int(cut.chunks), num_rows),
         )
-
-    def _explain(self, lengths: list[int], divisor: int, num_rows: int | None) -> PackedRopeError:
-        """The typed error for lengths that ``_require`` refused; reads values, so CPU only."""
-        starts = [0] * len(lengths)
-        if self.start_positions is not None:
-            starts = self.start_positions.tolist()
-        for i, length in enumerate(lengths):
-            if length < 0:
-                return SegmentLengthError(
-                    f"cu_seqlens decreases at segment {i}; expected it not to."
-                )
-            if length % divisor:
-                factor = "2 * cp" if self.cp_layout == "zigzag" else "cp"
-                return SegmentLengthError(
-                    f"segment {i} of {length} tokens is not divisible by {factor} = {divisor}; pad "
-                    f"each segment of the pack to a multiple of it (cp_size {self.cp_size}, "
-                    f"{self.cp_layout})."
-                )
-        if sum(lengths) > self.num_tokens * self.cp_size:
-            return self._too_few_tokens(sum(lengths) // self.cp_size)
-        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            if start + length > num_rows:
-                at = f" from position {start}" if start else ""
-                return FreqsError(
-                    f"table of {num_rows} rows, segment {i} of {length} tokens{at}; expected a row "
-                    "for every position. Make freqs for the longest segment, or declare 'packed' "
-                    "if its rows are the tokens of the pack."
-                )
-        return FreqsError(
-            f"freqs has {num_rows} rows, the pack {sum(lengths)} tokens before CP sharding; "
-            "expected a row for every token (freqs_layout 'packed')."
-        )
-
-    def _too_few_tokens(self, needed: int) -> SegmentLengthError:
-        return SegmentLengthError(
-            f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, so this rank of {self.cp_size} holds "
-            f"{needed} tokens; t has {self.num_tokens}. Pass the boundaries before CP sharding, "
-            "and the padded ones where the batch has both."
-        )
-
-
-def _check_integers(name: str, value: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.dim() != 1:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise PackedInputError(f"{name}: {found}; expected a tensor with one dimension.")
-    if value.dtype not in (torch.int32, torch.int64):
-        raise PackedInputError(f"{name} is {value.dtype}; expected torch.int32 or torch.int64.")
