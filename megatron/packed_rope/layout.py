@@ -118,7 +118,9 @@ class PackedLayout:
     @property
     def segments(self) -> Tensor:
         """``[T]`` int64, index of the segment of each local token; n for tail padding."""
-        local_ends_n = self.cu_seqlens[1:].long() // self.cp_size
+        cu = self.cu_seqlens.long()
+        self._require(cu, cu[1:] - cu[:-1], self._declared_cut())
+        local_ends_n = cu[1:] // self.cp_size
         tokens_T = torch.arange(self.num_tokens, device=local_ends_n.device)
         return torch.searchsorted(local_ends_n, tokens_T, right=True)
 
@@ -262,14 +264,17 @@ class PackedLayout:
     ) -> None:
         """Lengths fit the CP layout, tokens fit t, and rows read (per segment or in all) exist."""
         # Tokens that all ranks hold fit by definition: they are what cu[-1] <= T recognises.
-        ok = (lengths_n >= 0) & (cu[-1] <= self.num_tokens * self.cp_size)
+        ok = (lengths_n >= 0) & (cu[0] == 0) & (cu[-1] <= self.num_tokens * self.cp_size)
         if self.cp_size > 1:
             ok = ok & (lengths_n % cut.chunks == 0)
+        if self.start_positions is not None:
+            ok = ok & (self.start_positions >= 0)
         if rows_read is not None and num_rows is not None:
             ok = ok & (rows_read <= num_rows)
         require(
             ok,
-            "packed_rope: a segment of cu_seqlens does not fit the CP layout (zigzag: divisible "
-            "by 2 * cp_size, contiguous: by cp_size), the tokens of t, or the rows of freqs",
+            "packed_rope: cu_seqlens does not start at 0, or a segment does not fit the CP layout "
+            "(zigzag: divisible by 2 * cp_size, contiguous: by cp_size), the tokens of t, or the "
+            "rows of freqs",
             lambda: explain_lengths(self, lengths_n.tolist(), int(cut.chunks), num_rows),
         )

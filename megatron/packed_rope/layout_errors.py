@@ -44,6 +44,11 @@ def explain_lengths(
     starts = [0] * len(lengths)
     if layout.start_positions is not None:
         starts = layout.start_positions.tolist()
+    first = int(layout.cu_seqlens[0])
+    if first != 0:
+        return SegmentLengthError(
+            f"cu_seqlens starts at {first}; expected 0: pass the boundaries of the whole row."
+        )
     for i, length in enumerate(lengths):
         if length < 0:
             return SegmentLengthError(f"cu_seqlens decreases at segment {i}; expected it not to.")
@@ -57,6 +62,8 @@ def explain_lengths(
     if sum(lengths) > layout.num_tokens * layout.cp_size:
         return _too_few_tokens(layout, sum(lengths) // layout.cp_size)
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if start < 0:
+            return PackedInputError(f"start_positions[{i}] is {start}; expected 0 or more.")
         if start + length > num_rows:
             at = f" from position {start}" if start else ""
             return FreqsError(

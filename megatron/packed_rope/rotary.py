@@ -91,6 +91,11 @@ def cp_size_and_rank(
 ) -> tuple[int, int]:
     """Size and rank from a group or from the two numbers; never from both."""
     if cp_group is None:
+        if cp_size not in (None, 1) and cp_rank is None:
+            raise PackedInputError(
+                f"cp_size {cp_size} without cp_rank; pass both, or cp_group, so that ranks do not "
+                "all rotate as rank 0."
+            )
         return (1 if cp_size is None else cp_size), (0 if cp_rank is None else cp_rank)
     if cp_size is not None or cp_rank is not None:
         raise PackedInputError(
@@ -102,6 +107,9 @@ def cp_size_and_rank(
 
 def check_tensors(t: Tensor, freqs: Tensor, cu_seqlens: Tensor) -> None:
     """Shapes, dtypes and devices; the values in cu_seqlens are checked by ``PackedLayout``."""
+    for name, value in (("t", t), ("freqs", freqs), ("cu_seqlens", cu_seqlens)):
+        if not isinstance(value, Tensor):
+            raise PackedInputError(f"{name} is a {type(value).__name__}; expected a tensor.")
     if t.dim() != 3 or not t.is_floating_point():
         raise PackedInputError(
             f"t is {t.dtype} of shape {tuple(t.shape)}; expected a float tensor [T, h, d] (packed, "

@@ -34,7 +34,17 @@ def one_row(name: str, ids: Tensor, like: Tensor | None = None) -> Tensor:
     return ids.reshape(-1)
 
 
-def check_token_ids(image_token_id: int, video_token_id: int) -> None:
+def check_token_ids(ids_T: Tensor, image_token_id: int, video_token_id: int) -> None:
+    """Two different integers that the dtype of the ids can hold (a comparison would wrap)."""
+    for name, value in (("image_token_id", image_token_id), ("video_token_id", video_token_id)):
+        if not isinstance(value, int):
+            raise PackedInputError(
+                f"{name} is {value!r}; expected an integer (-1 for a kind that the model lacks)."
+            )
+        if value > torch.iinfo(ids_T.dtype).max:
+            raise PackedInputError(
+                f"{name} is {value}, which input_ids of {ids_T.dtype} cannot hold; expected int64."
+            )
     if image_token_id == video_token_id:
         raise PackedInputError(
             f"image_token_id and video_token_id are both {image_token_id}; pass mm_token_type_ids "

@@ -136,7 +136,7 @@ def _kinds(
 ) -> Tensor:
     """``[T]`` uint8: IMAGE, VIDEO, or 0 for text."""
     if mm_token_type_ids is None:
-        check_token_ids(image_token_id, video_token_id)
+        check_token_ids(ids_T, image_token_id, video_token_id)
         is_image_T, is_video_T = ids_T == image_token_id, ids_T == video_token_id
     else:
         types_T = one_row("mm_token_type_ids", mm_token_type_ids, like=ids_T)

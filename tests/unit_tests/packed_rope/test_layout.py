@@ -166,3 +166,19 @@ def test_random_packs_read_the_rows_of_each_segment_alone(pack):
     assert all(0 <= row < max(num_rows, len(expected) + tail) for row in found)
     positions = [p for n in lengths for p in segments.local_positions(n, cp, rank, cp_layout)]
     assert layout.positions.tolist() == positions + [0] * tail
+
+
+@pytest.mark.parametrize("cu", [[3, 8], [-4, 4], [5, 10], [0, 5, 3, 8], [0, 4, 80]])
+@pytest.mark.parametrize("read", ["segments", "positions", "rows"])
+def test_boundaries_that_are_none_are_refused_whatever_is_read(cu, read):
+    layout = PackedLayout(torch.tensor(cu), num_tokens=8)
+    with pytest.raises(SegmentLengthError, match=r"cu_seqlens (starts at|decreases|ends at)"):
+        layout.rows("per_sequence", num_rows=64) if read == "rows" else getattr(layout, read)
+
+
+def test_a_negative_start_position_is_refused():
+    layout = PackedLayout(
+        torch.tensor([0, 4, 8]), num_tokens=8, start_positions=torch.tensor([-2, 0])
+    )
+    with pytest.raises(PackedInputError, match=r"start_positions\[0\] is -2"):
+        layout.rows("per_sequence", num_rows=64)

@@ -216,3 +216,16 @@ def test_shapes_dtypes_and_devices(name):
     more, message = SHAPES[name]
     with pytest.raises(PackedInputError, match=message):
         call(**({"ids": [1, 2], "cu": [0, 2]} | more))
+
+
+@pytest.mark.parametrize("missing", ["image_token_id", "video_token_id"])
+def test_a_token_id_that_is_no_integer_is_named(missing):
+    with pytest.raises(PackedInputError, match=f"{missing} is None; expected an integer"):
+        call([1, 2], [0, 2], **{missing: None})
+
+
+def test_ids_that_cannot_hold_the_token_id_are_refused():
+    """A comparison would wrap: 300 is 44 in uint8."""
+    ids = torch.tensor([1, 44, 44, 2], dtype=torch.uint8)
+    with pytest.raises(PackedInputError, match=r"image_token_id is 300, which .* cannot hold"):
+        call(ids, [0, 4], image_token_id=300)

@@ -156,7 +156,7 @@ def test_inputs_are_untouched_and_the_output_is_new():
         t, freqs, cu, grad = pack(lengths, cp=cp, tail=1, num_rows=13)
         inputs = [x.detach() for x in (t, freqs, cu, grad)]
         before = [x.clone() for x in inputs]
-        out = apply_packed_rotary(t, freqs, cu, freqs_layout=layout, cp_size=cp)
+        out = apply_packed_rotary(t, freqs, cu, freqs_layout=layout, cp_size=cp, cp_rank=0)
         torch.autograd.grad(out, t, grad)
         for now, then in zip(inputs, before, strict=True):
             assert torch.equal(now, then)
@@ -199,7 +199,7 @@ def test_operations_do_not_grow_with_segments(layout, cp, most, dtype):
         t, freqs, cu, _ = pack(lengths, heads=1, dim=8, rotary=8, cp=cp, num_rows=rows, dtype=dtype)
         ops = count_working_ops(
             lambda t=t, freqs=freqs, cu=cu: apply_packed_rotary(
-                t, freqs, cu, freqs_layout=layout, cp_size=cp
+                t, freqs, cu, freqs_layout=layout, cp_size=cp, cp_rank=0
             )
         )
         counts[number] = sum(ops.values())
@@ -217,7 +217,7 @@ def test_no_host_read_under_fake_tensors(layout, cp):
         cu = torch.empty(5, dtype=torch.int32, device=device)
         for num_rows in (8, 16, 40):
             freqs = torch.randn(num_rows, 1, 1, 16, device=device)
-            out = apply_packed_rotary(t, freqs, cu, freqs_layout=layout, cp_size=cp)
+            out = apply_packed_rotary(t, freqs, cu, freqs_layout=layout, cp_size=cp, cp_rank=0)
             (grad,) = torch.autograd.grad(out.sum(), t)
             assert out.shape == grad.shape == t.shape
 
@@ -232,7 +232,7 @@ def test_compiles_without_a_break_bit_equal_under_aot_eager(layout, cp, interlea
 
     def rotated(t, freqs, cu):
         return apply_packed_rotary(
-            t, freqs, cu, freqs_layout=layout, cp_size=cp, interleaved=interleaved
+            t, freqs, cu, freqs_layout=layout, cp_size=cp, cp_rank=0, interleaved=interleaved
         )
 
     eager = rotated(t, freqs, cu)
@@ -267,7 +267,11 @@ def test_compiled_by_inductor_forward_and_backward():
         ({"freqs": torch.zeros(10, 1, 1, 16, dtype=torch.int64)}, FreqsError, "torch.int64"),
         ({"freqs": torch.zeros(10, 1, 1, 16, device="meta")}, PackedInputError, "meta"),
         ({"cu_seqlens": torch.tensor([0.0, 10.0])}, PackedInputError, "torch.float32"),
-        ({"cu_seqlens": torch.tensor([0, 6, 12]), "cp_size": 2}, SegmentLengthError, "2 * cp = 4"),
+        (
+            {"cu_seqlens": torch.tensor([0, 6, 12]), "cp_size": 2, "cp_rank": 0},
+            SegmentLengthError,
+            "2 * cp = 4",
+        ),
         ({"cp_size": 2, "cp_group": torch}, PackedInputError, "cp_size=2"),
     ],
 )
@@ -280,3 +284,20 @@ def test_bad_input_is_typed(change, kind, words):
     with pytest.raises(kind, match=r"expected|pass one|pad each") as error:
         apply_packed_rotary(**(good | change))
     assert words in str(error.value)
+
+
+def test_a_cp_size_without_a_rank_is_refused():
+    t, freqs = torch.randn(8, 2, 4), torch.randn(16, 1, 1, 4)
+    with pytest.raises(PackedInputError, match="cp_size 2 without cp_rank"):
+        apply_packed_rotary(t, freqs, torch.tensor([0, 8, 16]), cp_size=2)
+
+
+@pytest.mark.parametrize("name", ["t", "freqs", "cu_seqlens"])
+def test_what_is_no_tensor_is_named(name):
+    arguments = {
+        "t": torch.randn(8, 2, 4),
+        "freqs": torch.randn(8, 1, 1, 4),
+        "cu_seqlens": torch.tensor([0, 8]),
+    }
+    with pytest.raises(PackedInputError, match=f"^{name} is a list; expected a tensor"):
+        apply_packed_rotary(**arguments | {name: [0, 8]})
