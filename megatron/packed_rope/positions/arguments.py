@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def one_row(name: str, ids: Tensor, like: Tensor | None = None) -> Tensor:
 def check_token_ids(ids_T: Tensor, image_token_id: int, video_token_id: int) -> None:
     """Two different integers that the dtype of the ids can hold (a comparison would wrap)."""
     for name, value in (("image_token_id", image_token_id), ("video_token_id", video_token_id)):
-        if not isinstance(value, int):
+        if not isinstance(value, Integral):  # NumPy's too
             raise PackedInputError(
                 f"{name} is {value!r}; expected an integer (-1 for a kind that the model lacks)."
             )

@@ -22,13 +22,12 @@ import pytest
 import torch
 from counting import count_working_ops
 from oracles import segments, transformer_engine
-from shared_cases import transformer_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.packed_rope import fused
 from megatron.packed_rope.check import rope as check_rope
-from megatron.packed_rope.check.fakes import accepted, fake_cp
+from megatron.packed_rope.check.fakes import accepted, fake_config, fake_cp
 from megatron.packed_rope.check.gpt import set_cp_group
 from megatron.packed_rope.check.model import (
     SegmentAttention,
@@ -100,7 +99,7 @@ def pack(lengths, layout, *, cp=1, tail=0, dtype=torch.float32, interleaved=Fals
 
 
 def config(**changes: Any) -> Any:
-    return transformer_config(apply_rope_fusion=True, **changes)
+    return fake_config(apply_rope_fusion=True, **changes)
 
 
 def call(function, t, freqs, cu, values, *, cp=1, rank=0, **keywords):
@@ -185,7 +184,7 @@ def test_r10_fused_is_as_unfused_at_cp_2(rope, rank):
     t, grad, freqs, cu = pack([4, 12], "packed", cp=2)
     outs = []
     for fusion in (True, False):
-        values = transformer_config(apply_rope_fusion=fusion)
+        values = fake_config(apply_rope_fusion=fusion)
         outs.append(call(rope.apply_rotary_pos_emb, t, freqs, cu, values, cp=2, rank=rank))
     assert transformer_engine.calls == {"sbhd": 1}
     grads = [torch.autograd.grad(out, t, grad)[0] for out in outs]

@@ -6,13 +6,12 @@ import functools
 import importlib
 import itertools
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.packed_rope.check import gpt
-from megatron.packed_rope.check.fakes import fake_cp
+from megatron.packed_rope.check.fakes import accepted, fake_config, fake_cp
 from megatron.packed_rope.check.model import (
     cpu_shims,
     freqs_of_model,
@@ -147,16 +146,9 @@ def test_an_embedding_with_a_forward_of_its_own_is_said_once_at_cp_size_2(embedd
 
 
 def test_undeclared_mrope_freqs_that_can_be_read_in_two_ways_raise(rope):
-    config = SimpleNamespace(
-        apply_rope_fusion=False,
-        rotary_interleaved=False,
-        multi_latent_attention=False,
-        mrope_section=gpt.SECTION,
-    )
+    config = fake_config(mrope_section=gpt.SECTION)
     cu = torch.tensor([0, 4, 8])
     t, freqs = torch.randn(4, 2, 16), torch.randn(4, 1, 1, 16)
-    from megatron.packed_rope.check.fakes import accepted
-
     with fake_cp(2, 0) as group:
         takes = accepted(rope.apply_rotary_pos_emb, cp_group=group)
         with pytest.raises(AmbiguousFreqsLayout, match="packed_rope_freqs_layout"):

@@ -7,16 +7,16 @@ Without torchrun the group has one process.
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import itertools
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.packed_rope.check import oracle
+from megatron.packed_rope.check.fakes import accepted, fake_config
 from megatron.packed_rope.check.model import zigzag_rows
 
 
@@ -50,22 +50,14 @@ def test_gathered_shares_are_each_segment_alone(rope, world, monkeypatch, layout
     mine = zigzag_rows(boundaries, size, rank)
     own = [p for begin, end in itertools.pairwise(boundaries) for p in range(end - begin)]
     freqs = {"packed": packed, "per_sequence": packed[: max(own) + 1], "packed_local": packed[mine]}
-    config = SimpleNamespace(
-        apply_rope_fusion=False,
-        rotary_interleaved=False,
-        multi_latent_attention=False,
-        mrope_section=None,
-        packed_rope_freqs_layout=layout,
-    )
-    state = __import__("megatron.core.parallel_state", fromlist=["_"])
+    state = importlib.import_module("megatron.core.parallel_state")
     monkeypatch.setattr(state, "get_context_parallel_group", lambda **_: group)
-    takes = "cp_group" in inspect.signature(rope.apply_rotary_pos_emb).parameters
     out = rope.apply_rotary_pos_emb(
         t[mine].to(device),
         freqs[layout].to(device),
-        config,
+        fake_config(packed_rope_freqs_layout=layout),
         cu_seqlens=torch.tensor(boundaries, dtype=torch.int32, device=device),
-        **({"cp_group": group} if takes else {}),
+        **accepted(rope.apply_rotary_pos_emb, cp_group=group),
     )
     shares = [torch.empty_like(out) for _ in range(size)]
     dist.all_gather(shares, out)

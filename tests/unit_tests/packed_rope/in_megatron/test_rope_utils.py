@@ -12,7 +12,6 @@ import pytest
 import torch
 from oracles import segments
 from shared_cases import load_cases
-from shared_cases import transformer_config as settings
 
 from megatron.packed_rope import (
     AmbiguousFreqsLayout,
@@ -21,6 +20,7 @@ from megatron.packed_rope import (
     UnknownArgument,
     rotary,
 )
+from megatron.packed_rope.check.fakes import fake_config as settings
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
