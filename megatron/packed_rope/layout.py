@@ -1,29 +1,18 @@
-"""Which row of freqs each token of a packed row reads.
+"""Which row of freqs each token of a packed row reads: what the rows stand for, and the checks.
 
-Suffixes name shapes: T local tokens of this rank, n segments, s spans (a span is a run of local
-tokens whose rows follow each other: a segment, or half of one under zigzag).
-
-Local token j of segment i (start c_i, length L_i, CP size C, rank r) has the position
-
-    C = 1        p = j                               j counted from the segment's first local token
-    zigzag       p = j + r * h                       j <  h = L_i / 2C
-                 p = j + (2C - r - 2) * h            j >= h
-    contiguous   p = j + r * L_i / C
-
-and reads row p + start_i of a per-sequence table, or row c_i + p of packed freqs. So within a span
-the row is the local index plus a constant: one binary search over the spans finds the constant,
-whatever the number of segments, and nothing is read back to the host.
+The arithmetic is in ``spans``; suffixes name shapes as there: T local tokens, n segments.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from .errors import FreqsError, PackedInputError, require
 from .layout_errors import check_integers, explain_lengths, explain_rows_of_tokens
+from .spans import Cut, Segments, rows_of_tokens
 
 PER_SEQUENCE: Final = "per_sequence"
 """Row p of freqs is position p; all segments share the table."""
@@ -36,28 +25,6 @@ AUTO: Final = "auto"
 
 FREQS_LAYOUTS: Final = (PER_SEQUENCE, PACKED, PACKED_LOCAL, AUTO)
 CP_LAYOUTS: Final = ("zigzag", "contiguous")
-
-
-class _Cut(NamedTuple):
-    """How segments are cut: ints, or 0-dim tensors where that is decided on the device."""
-
-    cp_size: int | Tensor
-    """Ranks that share a segment."""
-    chunks: int | Tensor
-    """Equal chunks that a segment is cut into."""
-    first: int | Tensor
-    second: int | Tensor
-    """Chunks between a local token's index in its segment and its position, in either span."""
-
-    def where(self, sharded: Tensor) -> _Cut:
-        """This cut where ``sharded``; else every rank holds whole segments: one chunk, no shift."""
-        shares = sharded.long()
-        return _Cut(
-            (self.cp_size - 1) * shares + 1,
-            (self.chunks - 1) * shares + 1,
-            self.first * shares,
-            self.second * shares,
-        )
 
 
 class PackedLayout:
@@ -114,25 +81,24 @@ class PackedLayout:
         self.cp_rank = cp_rank
         self.cp_layout = cp_layout
         self.start_positions = start_positions
+        self._cut = Cut.of(cp_size, cp_rank, cp_layout)
 
     @property
     def segments(self) -> Tensor:
         """``[T]`` int64, index of the segment of each local token; n for tail padding."""
-        cu = self.cu_seqlens.long()
-        self._require(cu, cu[1:] - cu[:-1], self._declared_cut())
-        local_ends_n = cu[1:] // self.cp_size
-        tokens_T = torch.arange(self.num_tokens, device=local_ends_n.device)
-        return torch.searchsorted(local_ends_n, tokens_T, right=True)
+        pack = Segments.of(self.cu_seqlens, self._cut)
+        self._require(pack)
+        tokens_T = torch.arange(self.num_tokens, device=pack.cu.device)
+        return torch.searchsorted(pack.local[1:], tokens_T, right=True)
 
     @property
     def positions(self) -> Tensor:
         """``[T]`` int64, position of each local token in its own segment; 0 for tail padding."""
-        cu = self.cu_seqlens.long()
-        lengths_n, cut = cu[1:] - cu[:-1], self._declared_cut()
-        self._require(cu, lengths_n, cut)
-        positions_T = self._rows(cu, lengths_n, None, cut)
-        tokens_T = torch.arange(self.num_tokens, device=cu.device)
-        return torch.where(tokens_T < cu[-1] // self.cp_size, positions_T, 0)
+        pack = Segments.of(self.cu_seqlens, self._cut)
+        self._require(pack)
+        positions_T = rows_of_tokens(pack, self._cut, self.num_tokens)
+        tokens_T = torch.arange(self.num_tokens, device=pack.cu.device)
+        return torch.where(tokens_T < pack.local[-1], positions_T, 0)
 
     def rows(self, freqs_layout: str, *, num_rows: int | None = None) -> Tensor | None:
         """Row of freqs that each local token reads.
@@ -178,71 +144,35 @@ class PackedLayout:
             self._require_rows_of_tokens(num_rows)
             return None
 
-        cu = self.cu_seqlens.long()
-        lengths_n = cu[1:] - cu[:-1]
         if freqs_layout == AUTO:
-            return self._rows_undeclared(cu, lengths_n, num_rows)
-        if freqs_layout == PACKED:
-            base_n, rows_read = cu[:-1], cu[-1]
-        elif self.start_positions is None:
-            base_n, rows_read = None, lengths_n
+            rows_T = self._rows_undeclared(num_rows)
+        elif freqs_layout == PACKED:
+            pack = Segments.of(self.cu_seqlens, self._cut)
+            self._require(pack, packed_rows=num_rows)
+            rows_T = rows_of_tokens(pack, self._cut, self.num_tokens, pack.cu[:-1])
         else:
-            base_n = self.start_positions.long()
-            rows_read = base_n + lengths_n
-        cut = self._declared_cut()
-        self._require(cu, lengths_n, cut, rows_read, num_rows)
-        return self._rows(cu, lengths_n, base_n, cut, num_rows)
-
-    def _declared_cut(self) -> _Cut:
-        size, rank = self.cp_size, self.cp_rank
-        if size == 1:
-            return _Cut(1, 1, 0, 0)
-        if self.cp_layout == "contiguous":
-            return _Cut(size, size, rank, rank)
-        return _Cut(size, 2 * size, rank, 2 * size - rank - 2)
-
-    def _rows_undeclared(self, cu: Tensor, lengths_n: Tensor, num_rows: int) -> Tensor:
-        """Rows where nobody declared the layout: the rule of ``rows`` as predicates on device."""
-        cut = self._declared_cut()
-        packed = cu[-1] <= num_rows
-        rows_read, local = lengths_n, None  # of packed freqs, no segment is longer than all rows
-        if self.cp_size > 1:
-            sharded = cu[-1] > self.num_tokens
-            if num_rows == self.num_tokens:
-                local = sharded & ~packed & (lengths_n.max() > num_rows)
-                rows_read = lengths_n * ~local
-            cut = cut.where(sharded)
-        self._require(cu, lengths_n, cut, rows_read, num_rows)
-        rows_T = self._rows(cu, lengths_n, cu[:-1] * packed, cut, num_rows)
-        if local is not None:
-            rows_T = torch.where(local, torch.arange(self.num_tokens, device=cu.device), rows_T)
-        return rows_T
-
-    def _rows(
-        self,
-        cu: Tensor,
-        lengths_n: Tensor,
-        base_n: Tensor | None,
-        cut: _Cut,
-        num_rows: int | None = None,
-    ) -> Tensor:
-        """Local index plus the constant of the token's span; ``base_n``: row of position 0."""
-        local = cu if self.cp_size == 1 else cu // cut.cp_size
-        shifts_s = -local[:-1] if base_n is None else base_n - local[:-1]
-        inner_ends_s = local[1:-1]
-        if self.cp_size > 1:
-            chunk_n = lengths_n // cut.chunks
-            first_n, second_n = shifts_s + cut.first * chunk_n, shifts_s + cut.second * chunk_n
-            shifts_s = first_n
-            if self.cp_layout == "zigzag":
-                middles_n = local[:-1] + chunk_n
-                inner_ends_s = torch.stack((middles_n, local[1:]), dim=1).flatten()[:-1]
-                shifts_s = torch.stack((first_n, second_n), dim=1).flatten()
-        tokens_T = torch.arange(self.num_tokens, device=cu.device)
-        # Only inner boundaries: tail padding falls into the last span, with rows past its end ...
-        rows_T = tokens_T + shifts_s[torch.searchsorted(inner_ends_s, tokens_T, right=True)]
-        # ... which this brings back to a row that exists; rows of real tokens were checked.
+            starts_n = self.start_positions
+            longest = num_rows if starts_n is None else None  # else start + length is checked
+            pack = Segments.of(self.cu_seqlens, self._cut, longest)
+            self._require(pack, table_rows=num_rows)
+            rows_T = rows_of_tokens(pack, self._cut, self.num_tokens, starts_n)
+        # Tail padding goes on past the last segment: back to a row that exists.
         return rows_T if num_rows is None else rows_T.clamp(max=num_rows - 1)
+
+    def _rows_undeclared(self, num_rows: int) -> Tensor:
+        """The rule of ``rows`` as predicates on the device."""
+        one_row_per_token = num_rows == self.num_tokens  # and C > 1: ``rows`` took the other case
+        pack = Segments.of(self.cu_seqlens, self._cut, None if one_row_per_token else num_rows)
+        whole = pack.cu[-1] <= self.num_tokens if self.cp_size > 1 else None
+        self._require(pack, table_rows=num_rows, whole=whole)
+        if one_row_per_token:
+            # Packed freqs of tokens that all ranks hold, or packed_local: the row is the token.
+            token_is_row = whole | (pack.lengths_n.max() > num_rows)
+            return rows_of_tokens(pack, self._cut, self.num_tokens, token_is_row=token_is_row)
+        if whole is not None:
+            pack = pack.where_whole(whole)
+        packed = pack.cu[-1] <= num_rows
+        return rows_of_tokens(pack, self._cut, self.num_tokens, pack.cu[:-1] * packed)
 
     def _require_rows_of_tokens(self, num_rows: int | None) -> None:
         """Where the row is the token: the real tokens must fit into t and into freqs."""
@@ -256,25 +186,40 @@ class PackedLayout:
 
     def _require(
         self,
-        cu: Tensor,
-        lengths_n: Tensor,
-        cut: _Cut,
-        rows_read: Tensor | None = None,
-        num_rows: int | None = None,
+        pack: Segments,
+        *,
+        table_rows: int | None = None,
+        packed_rows: int | None = None,
+        whole: Tensor | None = None,
     ) -> None:
-        """Lengths fit the CP layout, tokens fit t, and rows read (per segment or in all) exist."""
-        # Tokens that all ranks hold fit by definition: they are what cu[-1] <= T recognises.
-        ok = (lengths_n >= 0) & (cu[0] == 0) & (cu[-1] <= self.num_tokens * self.cp_size)
+        """Lengths fit their bounds and the cut, tokens fit t, and the rows they read exist.
+
+        ``table_rows``, ``packed_rows``: rows of freqs, where they stand for positions or for
+        global tokens. ``whole``: 0-dim bool; where true, every rank holds all tokens.
+        """
+        fitting_n = pack.within_n
         if self.cp_size > 1:
-            ok = ok & (lengths_n % cut.chunks == 0)
+            fitting_n = pack.chunk_n * self._cut.chunks
+            if whole is not None:
+                fitting_n = torch.where(whole, pack.within_n, fitting_n)
+        most = self.num_tokens * self.cp_size
+        if packed_rows is not None:
+            most = min(most, packed_rows)
+        ok = (fitting_n == pack.lengths_n) & (pack.cu[0] == 0) & (pack.cu[-1] <= most)
         if self.start_positions is not None:
             ok = ok & (self.start_positions >= 0)
-        if rows_read is not None and num_rows is not None:
-            ok = ok & (rows_read <= num_rows)
+            if table_rows is not None:
+                ok = ok & (self.start_positions + pack.lengths_n <= table_rows)
         require(
             ok,
             "packed_rope: cu_seqlens does not start at 0, or a segment does not fit the CP layout "
             "(zigzag: divisible by 2 * cp_size, contiguous: by cp_size), the tokens of t, or the "
             "rows of freqs",
-            lambda: explain_lengths(self, lengths_n.tolist(), int(cut.chunks), num_rows),
+            lambda: explain_lengths(
+                self,
+                pack.lengths_n.tolist(),
+                1 if whole is not None and whole else self._cut.chunks,
+                table_rows=table_rows,
+                packed_rows=packed_rows,
+            ),
         )

@@ -38,7 +38,12 @@ def explain_rows_of_tokens(layout: PackedLayout, num_rows: int | None) -> Packed
 
 
 def explain_lengths(
-    layout: PackedLayout, lengths: list[int], divisor: int, num_rows: int | None
+    layout: PackedLayout,
+    lengths: list[int],
+    divisor: int,
+    *,
+    table_rows: int | None,
+    packed_rows: int | None,
 ) -> PackedRopeError:
     """The first segment that does not fit the CP layout, the tokens or the rows of freqs."""
     starts = [0] * len(lengths)
@@ -64,15 +69,15 @@ def explain_lengths(
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if start < 0:
             return PackedInputError(f"start_positions[{i}] is {start}; expected 0 or more.")
-        if start + length > num_rows:
+        if table_rows is not None and start + length > table_rows:
             at = f" from position {start}" if start else ""
             return FreqsError(
-                f"table of {num_rows} rows, segment {i} of {length} tokens{at}; expected a row "
+                f"table of {table_rows} rows, segment {i} of {length} tokens{at}; expected a row "
                 "for every position. Make freqs for the longest segment, or declare 'packed' "
                 "if its rows are the tokens of the pack."
             )
     return FreqsError(
-        f"freqs has {num_rows} rows, the pack {sum(lengths)} tokens before CP sharding; "
+        f"freqs has {packed_rows} rows, the pack {sum(lengths)} tokens before CP sharding; "
         "expected a row for every token (freqs_layout 'packed')."
     )
 

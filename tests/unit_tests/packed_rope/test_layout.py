@@ -112,6 +112,8 @@ def test_wrong_values_are_typed():
         rows([0, 4, 10], "packed", 6, num_tokens=10)
     with pytest.raises(FreqsError, match="freqs has 6 rows, the pack 8 tokens"):
         rows([0, 4, 8], "packed", 6, num_tokens=4, cp_size=2)
+    with pytest.raises(FreqsError, match="freqs has 6 rows, the pack 8 tokens"):
+        rows([0, 8], "packed", 6, num_tokens=4, cp_size=2)
     with pytest.raises(FreqsError, match="segment 1 of 2 tokens from position 7"):
         rows([0, 2, 4], "per_sequence", 8, num_tokens=4, start_positions=torch.tensor([0, 7]))
     with pytest.raises(FreqsError, match="no rows"):

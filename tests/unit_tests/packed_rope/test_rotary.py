@@ -177,29 +177,34 @@ def test_second_derivative_and_trained_freqs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cp_layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(
-    ("layout", "cp", "most"),
+    ("layout", "cp", "rows", "most"),
     [
-        ("packed", 1, 12),
-        ("packed_local", 1, 12),
-        ("packed_local", 2, 12),
-        ("auto", 1, 12),
-        ("per_sequence", 1, 40),
-        ("packed", 2, 40),
-        ("per_sequence", 2, 40),
-        ("per_sequence", 4, 40),
+        ("packed", 1, 4096, 12),
+        ("packed_local", 1, 4096, 12),
+        ("packed_local", 2, 2048, 12),
+        ("auto", 1, 4096, 12),
+        ("per_sequence", 1, 4096, 40),
+        ("packed", 2, 4096, 40),
+        ("per_sequence", 2, 4096, 40),
+        ("per_sequence", 4, 4096, 40),
+        ("auto", 1, 5000, 40),
+        ("auto", 2, 4096, 40),  # packed
+        ("auto", 2, 2048, 40),  # one row per local token: packed_local, or a table
+        ("auto", 4, 1024, 40),
+        ("auto", 4, 1500, 40),  # a table
     ],
 )
-def test_operations_do_not_grow_with_segments(layout, cp, most, dtype):
+def test_operations_do_not_grow_with_segments(layout, cp, rows, most, cp_layout, dtype):
     counts = {}
     tokens = 4096
     for number in (4, 64, 512, 4096 // (2 * cp if cp > 1 else 1)):
         lengths = [tokens // number] * number
-        rows = {"packed_local": tokens // cp, "per_sequence": tokens}.get(layout, tokens)
         t, freqs, cu, _ = pack(lengths, heads=1, dim=8, rotary=8, cp=cp, num_rows=rows, dtype=dtype)
         ops = count_working_ops(
             lambda t=t, freqs=freqs, cu=cu: apply_packed_rotary(
-                t, freqs, cu, freqs_layout=layout, cp_size=cp, cp_rank=0
+                t, freqs, cu, freqs_layout=layout, cp_size=cp, cp_rank=0, cp_layout=cp_layout
             )
         )
         counts[number] = sum(ops.values())
