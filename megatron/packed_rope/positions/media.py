@@ -29,6 +29,10 @@ class Media(NamedTuple):
     seconds: Tensor  # [m] float32, from frame to frame
     rate: float  # positions per second
 
+    @property
+    def num_videos(self) -> int:
+        return self.grids.shape[0] - self.num_images
+
 
 def media_of_row(
     images: Tensor,

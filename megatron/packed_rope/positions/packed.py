@@ -104,7 +104,7 @@ def packed_position_ids(
     """
     rules = family_rules(family, advance)
     ids_T = one_row("input_ids", input_ids)
-    kinds_T = _kinds(ids_T, image_token_id, video_token_id, mm_token_type_ids)
+    is_image_T, is_video_T = _is_media(ids_T, image_token_id, video_token_id, mm_token_type_ids)
     cu, padded = segment_boundaries(cu_seqlens, cu_seqlens_padded, ids_T)
     images = grids_or_none("image_grid_thw", image_grid_thw, ids_T)
     videos = grids_or_none("video_grid_thw", video_grid_thw, ids_T)
@@ -116,7 +116,7 @@ def packed_position_ids(
     cp_size = 1 if cp_group is None else cp_group.size()
     row = _row(cu, padded, ids_T.shape[0] * cp_size, cp_size)
     if cp_size == 1:
-        return _positions(kinds_T, row, media, rules)[:, None]
+        return _positions(is_image_T, is_video_T, row, media, rules)[:, None]
     share = PackedLayout(
         padded,
         num_tokens=ids_T.shape[0],
@@ -125,23 +125,22 @@ def packed_position_ids(
         cp_layout=cp_layout,
     )
     rows_T = share.rows("packed", num_rows=ids_T.shape[0] * cp_size)
+    kinds_T = is_image_T.to(torch.uint8) * IMAGE + is_video_T.to(torch.uint8) * VIDEO
     kinds_T = _gather_row(kinds_T, row, cp_group, cp_layout)
-    positions_T = _positions(kinds_T, row, media, rules)[:, rows_T]
+    positions_T = _positions(kinds_T == IMAGE, kinds_T == VIDEO, row, media, rules)[:, rows_T]
     is_tail_T = share.segments == cu.shape[0] - 1  # rows of the tail are any that exist
     return torch.where(is_tail_T, 1, positions_T)[:, None]
 
 
-def _kinds(
+def _is_media(
     ids_T: Tensor, image_token_id: int, video_token_id: int, mm_token_type_ids: Tensor | None
-) -> Tensor:
-    """``[T]`` uint8: IMAGE, VIDEO, or 0 for text."""
+) -> tuple[Tensor, Tensor]:
+    """``[T]`` bool each: image tokens, and video tokens."""
     if mm_token_type_ids is None:
         check_token_ids(ids_T, image_token_id, video_token_id)
-        is_image_T, is_video_T = ids_T == image_token_id, ids_T == video_token_id
-    else:
-        types_T = one_row("mm_token_type_ids", mm_token_type_ids, like=ids_T)
-        is_image_T, is_video_T = types_T == IMAGE, types_T == VIDEO
-    return is_image_T.view(torch.uint8) * IMAGE + is_video_T.view(torch.uint8) * VIDEO
+        return ids_T == image_token_id, ids_T == video_token_id
+    types_T = one_row("mm_token_type_ids", mm_token_type_ids, like=ids_T)
+    return types_T == IMAGE, types_T == VIDEO
 
 
 class _Row(NamedTuple):
@@ -157,8 +156,11 @@ def _row(cu: Tensor, padded: Tensor, num_tokens: int, cp_size: int) -> _Row:
     real_n, length_n = (torch.diff(ends, append=ends[-1:]) for ends in (cu, padded))
     check_boundaries(cu, padded, real_n, length_n, num_tokens, cp_size)
     segment_T = ends_passed(padded[1:], num_tokens)[:-1]
-    tokens_T = torch.arange(num_tokens, dtype=torch.int32, device=cu.device)
-    real_T = tokens_T < (padded + real_n).int().index_select(0, segment_T)
+    if padded is cu:  # what is past the last boundary is all that is not real
+        real_T = segment_T < cu.shape[0] - 1
+    else:
+        tokens_T = torch.arange(num_tokens, dtype=torch.int32, device=cu.device)
+        real_T = tokens_T < (padded + real_n).int().index_select(0, segment_T)
     return _Row(padded.int(), length_n.int(), segment_T, real_T)
 
 
@@ -183,24 +185,26 @@ def _gather_row(kinds_T: Tensor, row: _Row, cp_group: Any, cp_layout: str) -> Te
     return gathered[source_T.clamp(0, size * share - 1)]  # the tail may read any token
 
 
-def _positions(kinds_T: Tensor, row: _Row, media: Media, rules: Family) -> Tensor:
+def _positions(
+    is_image_T: Tensor, is_video_T: Tensor, row: _Row, media: Media, rules: Family
+) -> Tensor:
     """``[3, T]`` of the whole row.
 
     int32 until the end, as it takes half the time of int64 on a CPU: sums over the row may wrap
     around, but only their differences within a segment are read.
     """
     # Whatever ids padding has, it is text.
-    is_image_T, is_video_T = ((kinds_T == kind) & row.real for kind in (IMAGE, VIDEO))
+    is_image_T, is_video_T = is_image_T & row.real, is_video_T & row.real
     medium_T, offset_T = _find_media(is_image_T, is_video_T, media)
     block_T = media.block.index_select(0, medium_T)
     inside_T = offset_T
-    if rules.splits_videos:
+    if rules.splits_videos and media.num_videos:
         inside_T = offset_T - _quotient(offset_T, block_T) * block_T
     check_media(is_image_T, is_video_T, row.segment, medium_T, inside_T, media, rules.splits_videos)
     is_last_T = inside_T == block_T - 1
     counter_T = _counter(torch.where(is_last_T, media.moves.index_select(0, medium_T), 0), row)
     dtype = torch.float32 if rules.float_time else torch.int64
-    positions = torch.empty((3, kinds_T.shape[0]), dtype=dtype, device=kinds_T.device)
+    positions = torch.empty((3, is_image_T.shape[0]), dtype=dtype, device=is_image_T.device)
     for i, axis_T in enumerate(_axes(medium_T, inside_T, media, rules)):
         positions[i] = counter_T + axis_T
     return positions

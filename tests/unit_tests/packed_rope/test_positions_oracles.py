@@ -45,6 +45,17 @@ def test_random_packs_equal_transformers_on_each_segment(transformers4, family):
         assert torch.equal(positions(pack), transformers4.positions(pack)), f"seed {seed}"
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_an_image_of_several_frames_equals_transformers(transformers4, family):
+    """No processor makes one, but the rule has a number for each of its tokens."""
+    pack = packs.Pack(family, [packs.Segment(), packs.Segment()])
+    for segment, frames in zip(pack.segments, (3, 2), strict=True):
+        segment.text(*packs.WORDS[:4])
+        packs.add_image(segment, 2, 3, frames)
+        segment.text(*packs.WORDS[:4])
+    assert torch.equal(positions(pack), transformers4.positions(pack))
+
+
 def test_random_packs_equal_transformers_with_float_time(transformers4):
     """Whole quarters of a position: float32 holds every sum exactly, so both are exact."""
     for seed in range(PACKS):

@@ -93,10 +93,10 @@ class Pack:
         return ends
 
 
-def add_image(segment: Segment, rows: int, columns: int) -> None:
-    segment.images.append([1, rows * MERGE, columns * MERGE])
+def add_image(segment: Segment, rows: int, columns: int, frames: int = 1) -> None:
+    segment.images.append([frames, rows * MERGE, columns * MERGE])
     segment.text(VISION_START)
-    segment.block(IMAGE, 1, (1, rows, columns), 0.0)
+    segment.block(IMAGE, 1, (frames, rows, columns), 0.0)
     segment.text(VISION_END)
 
 
