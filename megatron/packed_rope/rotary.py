@@ -6,10 +6,10 @@ The formula is upstream's (``_apply_rotary_pos_emb_bshd``): with x1, x2 the two 
 rotary dims (or, interleaved, the even and the odd ones), cos and sin of freqs times mscale and
 rounded to the dtype of t, every product rounded to that dtype on its own,
 
-    out1 = x1 * cos1 - x2 * sin1        out2 = x2 * cos2 + x1 * sin2
+    out1 = x1 * cos1 + x2 * -sin1       out2 = x2 * cos2 + x1 * sin2
 
 Upstream writes the first line as ``x1 * cos1 + (-x2) * sin1``, which is the same number bit for
-bit. The gradient is the transpose of the same two lines.
+bit. The gradient is the transpose of the same two lines: -sin1 and sin2 change places.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor
 from .errors import FreqsError, PackedInputError
 from .layout import AUTO, PackedLayout
 
-# Tokens are rotated in blocks whose operands stay in the cache of a CPU core.
-_CPU_BLOCK_BYTES = 1 << 19
+# Bytes of t rotated at a time: on a CPU what stays in its cache, elsewhere what bounds the memory
+# that the products with sin take.
+_CPU_BLOCK_BYTES, _BLOCK_BYTES = 1 << 20, 1 << 28
 
 
 def apply_packed_rotary(
@@ -166,19 +167,8 @@ class _Rotate(torch.autograd.Function):
             out[tokens:] = t[tokens:]
         if rotary_dim < t.shape[2]:
             out[:tokens, :, rotary_dim:] = t[:tokens, :, rotary_dim:]
-        block = tokens
-        if t.device.type == "cpu":
-            block = max(1, _CPU_BLOCK_BYTES // max(1, t.shape[1] * rotary_dim * t.element_size()))
-        for start in range(0, tokens, max(1, block)):
-            part = slice(start, min(start + block, tokens))
-            _rotate_into(
-                out[part, :, :rotary_dim],
-                t[part, :, :rotary_dim],
-                cos[part],
-                sin[part],
-                interleaved,
-                transpose,
-            )
+        rotated = out[:tokens, :, :rotary_dim], t[:tokens, :, :rotary_dim]
+        _rotate_into(*rotated, cos, sin, interleaved, transpose)
         return out
 
     @staticmethod
@@ -199,18 +189,23 @@ def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _rotate_into(
     out: Tensor, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool
 ) -> None:
-    out1, out2 = _pair(out, interleaved)
     x1, x2 = _pair(t, interleaved)
-    cos1, cos2 = _pair(cos, interleaved)
     sin1, sin2 = _pair(sin, interleaved)
+    sin1 = -sin1
     if transpose:
         sin1, sin2 = sin2, sin1
-    product = x2 * sin1
-    torch.mul(x1, cos1, out=out1)
-    out1.add_(product) if transpose else out1.sub_(product)
-    torch.mul(x1, sin2, out=product)
-    torch.mul(x2, cos2, out=out2)
-    out2.sub_(product) if transpose else out2.add_(product)
+    bytes_of_token = max(1, t.shape[1] * t.shape[2] * t.element_size())
+    bytes_of_block = _CPU_BLOCK_BYTES if t.device.type == "cpu" else _BLOCK_BYTES
+    block = max(1, min(bytes_of_block // bytes_of_token, t.shape[0]))
+    product = torch.empty((block, *t.shape[1:]), dtype=t.dtype, device=t.device)
+    blocks = zip(*(x.split(block) for x in (out, t, x1, x2, cos, sin1, sin2)), strict=True)
+    for out_b, t_b, x1_b, x2_b, cos_b, sin1_b, sin2_b in blocks:
+        product_b = product[: t_b.shape[0]]
+        product1_b, product2_b = _pair(product_b, interleaved)
+        torch.mul(t_b, cos_b, out=out_b)
+        torch.mul(x2_b, sin1_b, out=product1_b)
+        torch.mul(x1_b, sin2_b, out=product2_b)
+        out_b.add_(product_b)
 
 
 def _rotate_functional(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
