@@ -119,9 +119,9 @@ def test_require_active_costs_less_than_a_millisecond(patched):
         "import time, megatron.packed_rope\n"
         "from megatron.packed_rope import require_active\n"
         "require_active()\n"
-        "def once():\n"
-        "    start = time.perf_counter(); require_active(); return time.perf_counter() - start\n"
-        "best = min(once() for _ in range(50))\n"
+        "def once():  # the thread's own time, as a busy machine is not what is measured\n"
+        "    start = time.thread_time(); require_active(); return time.thread_time() - start\n"
+        "best = min(once() for _ in range(300))\n"
         "assert best < 1e-3, best",
         patched,
     )
