@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except PatchRefused as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
@@ -138,11 +144,15 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    if arguments.force:
-        from .binding.forced import apply_forced as apply
-    else:
+    if not arguments.force:
         from .binding.disk import apply
-    return _print_changed("patched", apply(arguments.tree))
+
+        return _print_changed("patched", apply(arguments.tree))
+    from .binding.forced import apply_forced
+
+    changed, checks = apply_forced(arguments.tree)
+    print(checks)
+    return _print_changed("patched", changed)
 
 
 def _revert(arguments: argparse.Namespace) -> int:

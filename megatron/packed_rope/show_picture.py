@@ -35,8 +35,7 @@ def picture(pack: Pack, ranks: list[RankView], out: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendNotAvailable(
-            "a picture needs matplotlib, which is not installed: "
-            "pip install megatron-packed-rope[viz]"
+            "a picture needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
     rows = len(ranks[0].sides) + 1  # one for the tokens' numbers
     width, head = LEFT + BARS + MARGIN, 0.5

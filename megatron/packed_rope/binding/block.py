@@ -29,7 +29,7 @@ try:
 except ImportError as _packed_rope_error:
     raise RuntimeError(
         f"{{__file__}} was patched by megatron-packed-rope, which cannot be imported now. Install "
-        "it again (pip install megatron-packed-rope=={version}), or take the patch out: with "
+        "megatron-packed-rope {version} again, from where it came, or take the patch out: with "
         "`python -m megatron.packed_rope revert` while it is installed, or by deleting the block "
         "between '>>> megatron-packed-rope' and '<<< megatron-packed-rope' in each patched file."
     ) from _packed_rope_error

@@ -65,11 +65,11 @@ def _status_of(tree: Tree, target: Target) -> FileStatus:
     elif stripped.version != __version__:
         state = "outdated"
         detail = f"patched by version {stripped.version}; apply again for {__version__}"
-    elif not stripped.as_patched or problem is not None:
-        state, detail = (
-            "edited",
-            "changed after it was patched" + (f": {problem}" if problem else ""),
-        )
+    elif not stripped.as_patched:
+        state = "edited"
+        detail = "changed after it was patched" + (f": {problem}" if problem else "")
+    elif problem is not None:
+        state, detail = "patched", "by force: not all its definitions are known ones"
     else:
         state, detail = "patched", ""
     return FileStatus(target.patch.module, str(target.path), state, detail)
@@ -83,7 +83,7 @@ def apply(directory: Path | None = None, *, force: bool = False) -> list[Path]:
         PatchRefused: not rank 0; a definition lacks what the patch needs; no namespace package.
         PatchError: no megatron.core, or the file system refused. Nothing is half done.
     """
-    _refuse_other_ranks()
+    _refuse_other_ranks("apply")
     tree = find_tree(directory)
     with locked(tree.core):
         return _write(tree, patched_contents(tree, force=force))
@@ -91,7 +91,7 @@ def apply(directory: Path | None = None, *, force: bool = False) -> list[Path]:
 
 def revert(directory: Path | None = None) -> list[Path]:
     """Take the block out of every file that has one; returns those that changed."""
-    _refuse_other_ranks()
+    _refuse_other_ranks("revert")
     tree = find_tree(directory)
     with locked(tree.core):
         contents = {}
@@ -106,11 +106,12 @@ def patched_contents(tree: Tree, *, force: bool = False) -> dict[Path, tuple[byt
     contents = {}
     for target in tree.targets():
         content = target.path.read_bytes()
-        original = strip_block(content).content
-        problem = _problem(target, original, tree.version)
-        if problem is not None and not (force and isinstance(problem, UnknownDefinition)):
+        stripped = strip_block(content)
+        problem = _problem(target, stripped.content, tree.version)
+        forced = force or (stripped.as_patched and stripped.version == __version__)
+        if problem is not None and not (forced and isinstance(problem, UnknownDefinition)):
             raise problem
-        contents[target.path] = (content, add_block(original))
+        contents[target.path] = (content, add_block(stripped.content))
     return contents
 
 
@@ -159,11 +160,11 @@ def _problem(target: Target, source: bytes, release: str) -> PatchRefused | None
     return None
 
 
-def _refuse_other_ranks() -> None:
+def _refuse_other_ranks(command: str) -> None:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         raise PatchRefused(
-            f"RANK is {rank}: files are patched once, before a job starts, and by rank 0 alone. "
-            "Run `python -m megatron.packed_rope apply` in the image or on the node, not in the "
-            "job."
+            f"RANK is {rank}: files are changed once, before a job starts, and by rank 0 alone. "
+            f"Run `python -m megatron.packed_rope {command}` in the image or on the node, not in "
+            "the job."
         )

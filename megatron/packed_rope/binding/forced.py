@@ -14,16 +14,21 @@ from .disk import apply, revert
 from .tree import find_tree
 
 
-def apply_forced(directory: Path | None = None) -> list[Path]:
+def apply_forced(directory: Path | None = None) -> tuple[list[Path], str]:
     """Apply whatever the definitions are; undo it if a case of ``check`` that was right is not.
+
+    Returns:
+        The files that changed, and what the checks before and after said.
 
     Raises:
         PatchRefused: naming the cases that turned wrong; every file is as it was before.
     """
-    before = _outcomes(check_tree(directory))
+    report_before = check_tree(directory)
+    before = _outcomes(report_before)
     changed = apply(directory, force=True)
     try:
-        after = _outcomes(check_tree(directory))
+        report_after = check_tree(directory)
+        after = _outcomes(report_after)
         harmed = [n for n, outcome in before.items() if outcome == "right" != after.get(n)]
         if harmed:
             raise PatchRefused(
@@ -33,7 +38,7 @@ def apply_forced(directory: Path | None = None) -> list[Path]:
     except BaseException:
         revert(directory)
         raise
-    return changed
+    return changed, f"check before: {_counts(report_before)}; after: {_counts(report_after)}"
 
 
 def check_tree(directory: Path | None = None) -> dict[str, Any]:
@@ -52,6 +57,11 @@ def check_tree(directory: Path | None = None) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise PatchError(f"check could not run in {tree.root}: {last}")
     return json.loads(done.stdout)
+
+
+def _counts(report: dict[str, Any]) -> str:
+    counts = report["counts"]
+    return ", ".join(f"{counts[name]} {name}" for name in ("right", "wrong", "raises"))
 
 
 def _outcomes(report: dict[str, Any]) -> dict[str, str]:

@@ -31,9 +31,7 @@ def repack(wheel: Path, out: Path) -> Path:
         PatchError: the ``wheel`` library is missing or failed. Nothing is left in ``out``.
     """
     if importlib.util.find_spec("wheel") is None:
-        raise PatchError(
-            "repacking needs the wheel library: pip install 'megatron-packed-rope[wheel]'."
-        )
+        raise PatchError("repacking needs the wheel library: pip install wheel.")
     name = re.fullmatch(r"megatron_core-(?P<version>[^-]+)(?P<rest>-.+)\.whl", wheel.name)
     if not wheel.is_file() or name is None:
         raise PatchRefused(

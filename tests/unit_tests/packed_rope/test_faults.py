@@ -241,6 +241,20 @@ def test_ranks_other_than_0_are_refused(tree, command):
     assert packed_rope(command, "--tree", str(tree), env={"RANK": "0"}).returncode == 0
 
 
+def test_a_reader_that_stops_early_gets_no_traceback(tree):
+    command = [sys.executable, "-W", "ignore", "-m", "megatron.packed_rope", "diff"]
+    with subprocess.Popen(
+        [*command, "--tree", str(tree)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as reader:
+        reader.stdout.close()  # long before there is anything to read
+        assert reader.stderr.read() == ""
+    assert reader.returncode == 1
+
+
 def test_without_our_package_a_patched_megatron_refuses_to_import(tmp_path):
     tree = copy_tree("0.14.0", tmp_path)
     disk.apply(tree)
@@ -249,7 +263,7 @@ def test_without_our_package_a_patched_megatron_refuses_to_import(tmp_path):
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("RuntimeError")
-    assert "pip install megatron-packed-rope" in last
+    assert "Install megatron-packed-rope 0.1.0 again" in last
     assert "python -m megatron.packed_rope revert" in last
     assert "deleting the block" in last
 

@@ -92,6 +92,13 @@ def test_force_patches_a_harmless_fork_after_checking_it(tmp_path):
     done = packed_rope("apply", "--force", "--tree", str(tree))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("patched ") == 4
+    assert "check before: 23 right, 3 wrong, 17 raises; after: 43 right, 0 wrong" in done.stdout
+
+    said = packed_rope("status", "--tree", str(tree))
+    assert said.returncode == 0, said.stdout
+    assert "by force: not all its definitions are known ones" in said.stdout
+    assert packed_rope("apply", "--tree", str(tree)).stdout.strip() == "nothing to change"
+
     assert packed_rope("revert", "--tree", str(tree)).returncode == 0
     assert digests(tree) == before
 
