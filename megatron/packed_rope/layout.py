@@ -5,6 +5,7 @@ The arithmetic is in ``spans``; suffixes name shapes as there: T local tokens, n
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Final
 
 import torch
@@ -62,6 +63,9 @@ class PackedLayout:
                 f"cu_seqlens has {cu_seqlens.shape[0]} entries; expected n + 1 boundaries for "
                 "n >= 1 segments, from 0 (an empty pack is [0, 0])."
             )
+        for name, value in (("cp_size", cp_size), ("cp_rank", cp_rank), ("num_tokens", num_tokens)):
+            if not isinstance(value, (Integral, torch.SymInt)):
+                raise PackedInputError(f"{name} is {value!r}; expected an integer.")
         if not (cp_size >= 1 and 0 <= cp_rank < cp_size):
             raise PackedInputError(
                 f"cp_rank {cp_rank} of cp_size {cp_size}; expected 0 <= cp_rank < cp_size."

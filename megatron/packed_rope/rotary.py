@@ -26,6 +26,8 @@ from .layout import AUTO, PackedLayout
 # that the products with sin take.
 _CPU_BLOCK_BYTES, _BLOCK_BYTES = 1 << 20, 1 << 28
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def apply_packed_rotary(
     t: Tensor,
@@ -111,10 +113,10 @@ def check_tensors(t: Tensor, freqs: Tensor, cu_seqlens: Tensor) -> None:
     for name, value in (("t", t), ("freqs", freqs), ("cu_seqlens", cu_seqlens)):
         if not isinstance(value, Tensor):
             raise PackedInputError(f"{name} is a {type(value).__name__}; expected a tensor.")
-    if t.dim() != 3 or not t.is_floating_point():
+    if t.dim() != 3 or t.dtype not in _DTYPES:
         raise PackedInputError(
-            f"t is {t.dtype} of shape {tuple(t.shape)}; expected a float tensor [T, h, d] (packed, "
-            "THD)."
+            f"t is {t.dtype} of shape {tuple(t.shape)}; expected a float16, bfloat16, float32 or "
+            "float64 tensor [T, h, d] (packed, THD)."
         )
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] not in (1, t.shape[1]):
         raise FreqsError(
@@ -126,8 +128,11 @@ def check_tensors(t: Tensor, freqs: Tensor, cu_seqlens: Tensor) -> None:
             f"freqs has rotary dim {freqs.shape[3]}, t head dim {t.shape[2]}; expected an even "
             "rotary dim of at most the head dim."
         )
-    if not freqs.is_floating_point():
-        raise FreqsError(f"freqs is {freqs.dtype}; expected floating-point angles in radians.")
+    if freqs.dtype not in _DTYPES:
+        raise FreqsError(
+            f"freqs is {freqs.dtype}; expected float16, bfloat16, float32 or float64 angles in "
+            "radians."
+        )
     if not t.device == freqs.device == cu_seqlens.device:
         raise PackedInputError(
             f"t is on {t.device}, freqs on {freqs.device}, cu_seqlens on {cu_seqlens.device}; "

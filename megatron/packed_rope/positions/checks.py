@@ -25,6 +25,7 @@ IMAGE, VIDEO = 1, 2
 """Kinds of tokens, as in mm_token_type_ids of transformers 5.x; any other value counts as text."""
 
 _COUNTABLE = 2**24
+_MOST_TOKENS = 2**31 - 1  # as far as int32 counts
 _NAMES = {IMAGE: "image", VIDEO: "video"}
 
 
@@ -65,7 +66,13 @@ def check_grids(
 ) -> None:
     """Grids are positive and divisible by what is merged; times (in positions) are countable."""
 
+    tokens = grids.double().prod(dim=1).sum() / merge**2
+
     def explain() -> PackedRopeError:
+        if not tokens <= _MOST_TOKENS:
+            return PositionIdsError(
+                f"the grids make {tokens.item():.0f} tokens; expected at most {_MOST_TOKENS}."
+            )
         for g, (thw, time) in enumerate(zip(grids.tolist(), times.tolist(), strict=True)):
             kind, index = (IMAGE, g) if g < num_images else (VIDEO, g - num_images)
             factors = (temporal_merge if kind == VIDEO else 1, merge, merge)
@@ -81,7 +88,7 @@ def check_grids(
             f"tokens_per_second); expected 0 to {_COUNTABLE}, as far as float32 counts."
         )
 
-    ok = (grids >= 1).all() & (grids[:, 1:] % merge == 0).all()
+    ok = (tokens <= _MOST_TOKENS) & (grids >= 1).all() & (grids[:, 1:] % merge == 0).all()
     ok = ok & ((times >= 0) & (times <= _COUNTABLE)).all()
     if temporal_merge > 1:
         ok = ok & (grids[num_images:, 0] % temporal_merge == 0).all()

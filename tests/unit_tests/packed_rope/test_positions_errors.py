@@ -224,6 +224,12 @@ def test_a_token_id_that_is_no_integer_is_named(missing):
         call([1, 2], [0, 2], **{missing: None})
 
 
+def test_grids_of_more_tokens_than_int32_counts_are_refused():
+    """65,536 x 65,536 tokens and none would be the same number."""
+    with pytest.raises(PositionIdsError, match="the grids make 4294967296 tokens; expected at"):
+        call([1, 1], [0, 2], image_grid_thw=[[1, 2**17, 2**17]])
+
+
 def test_ids_that_cannot_hold_the_token_id_are_refused():
     """A comparison would wrap: 300 is 44 in uint8."""
     ids = torch.tensor([1, 44, 44, 2], dtype=torch.uint8)

@@ -265,6 +265,9 @@ def test_compiled_by_inductor_forward_and_backward():
     [
         ({"t": torch.zeros(10, 16)}, PackedInputError, "(10, 16)"),
         ({"t": torch.zeros(10, 2, 16, dtype=torch.int32)}, PackedInputError, "torch.int32"),
+        ({"t": torch.zeros(10, 2, 16).to(torch.float8_e4m3fn)}, PackedInputError, "float8_e4m3fn"),
+        ({"cp_size": "2", "cp_rank": 0}, PackedInputError, "cp_size is '2'"),
+        ({"cp_size": 2, "cp_rank": 0.5}, PackedInputError, "cp_rank is 0.5"),
         ({"freqs": torch.zeros(10, 16)}, FreqsError, "(10, 16)"),
         ({"freqs": torch.zeros(10, 2, 1, 16)}, FreqsError, "(10, 2, 1, 16)"),
         ({"freqs": torch.zeros(10, 1, 1, 18)}, FreqsError, "rotary dim 18"),
