@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import PackedRopeError, PatchError, PatchRefused
+from .errors import PackedRopeError, PatchRefused
 
 COULD_NOT_RUN = 2
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except PackedRopeError as error:
         print(f"error: {error}", file=sys.stderr)
-        return COULD_NOT_RUN if isinstance(error, PatchError) else 1
+        return COULD_NOT_RUN
 
 
 def _parser() -> argparse.ArgumentParser:

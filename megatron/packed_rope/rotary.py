@@ -105,6 +105,11 @@ def cp_size_and_rank(
             f"cp_group given together with cp_size={cp_size}, cp_rank={cp_rank}; pass one or the "
             "other."
         )
+    if not (hasattr(cp_group, "size") and hasattr(cp_group, "rank")):
+        raise PackedInputError(
+            f"cp_group is {cp_group!r}; expected a process group, with size() and rank(). Pass "
+            "numbers as cp_size and cp_rank."
+        )
     return cp_group.size(), cp_group.rank()
 
 

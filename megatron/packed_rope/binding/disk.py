@@ -154,8 +154,9 @@ def _problem(target: Target, source: bytes, release: str) -> PatchRefused | None
             return UnknownDefinition(
                 f"{where} is none of the {len(known)} known definitions ({releases}); its SHA-256 "
                 f"is {definition.sha256[:12]}... If this fork did not change packed RoPE, run "
-                "`python -m megatron.packed_rope apply --force`: it applies, runs the checks, and "
-                "undoes everything if a case that was right no longer is. Nothing was changed."
+                "`python -m megatron.packed_rope apply --force` (with the same --tree, if any): "
+                "it applies, runs the checks, and undoes everything if a case that was right no "
+                "longer is. Nothing was changed."
             )
     return None
 

@@ -139,5 +139,6 @@ def require_active() -> None:
             "packed RoPE is not patched in this process:\n  "
             + "\n  ".join(wrong)
             + "\nRun `python -m megatron.packed_rope apply` (on disk, for every process), or "
-            "`import megatron.packed_rope.auto` before anything imports Megatron."
+            "`import megatron.packed_rope.auto` before anything imports Megatron. If that was "
+            "done, another package bound its own function over ours: keep one of the two patches."
         )

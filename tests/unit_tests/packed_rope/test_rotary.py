@@ -281,6 +281,7 @@ def test_compiled_by_inductor_forward_and_backward():
             "2 * cp = 4",
         ),
         ({"cp_size": 2, "cp_group": torch}, PackedInputError, "cp_size=2"),
+        ({"cp_group": 2}, PackedInputError, "cp_group is 2"),
     ],
 )
 def test_bad_input_is_typed(change, kind, words):
