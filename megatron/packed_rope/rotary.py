@@ -177,8 +177,8 @@ class _Rotate(torch.autograd.Function):
             out[tokens:] = t[tokens:]
         if rotary_dim < t.shape[2]:
             out[:tokens, :, rotary_dim:] = t[:tokens, :, rotary_dim:]
-        rotated = out[:tokens, :, :rotary_dim], t[:tokens, :, :rotary_dim]
-        _rotate_into(*rotated, cos, sin, interleaved, transpose)
+        rotated = slice(tokens), slice(None), slice(rotary_dim)
+        _rotate_into(out[rotated], t[rotated], cos, sin, interleaved, transpose)
         return out
 
     @staticmethod

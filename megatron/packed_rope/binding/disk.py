@@ -79,7 +79,8 @@ def apply(directory: Path | None = None, *, force: bool = False) -> list[Path]:
     """Patch every file of the catalogue; returns those that changed (none the second time).
 
     Raises:
-        UnknownDefinition: a definition to replace is none of the known ones (not with ``force``).
+        UnknownDefinition: a definition to replace is none of the known ones (not with ``force``,
+            nor where this version has patched it by force already).
         PatchRefused: not rank 0; a definition lacks what the patch needs; no namespace package.
         PatchError: no megatron.core, or the file system refused. Nothing is half done.
     """
@@ -108,6 +109,7 @@ def patched_contents(tree: Tree, *, force: bool = False) -> dict[Path, tuple[byt
         content = target.path.read_bytes()
         stripped = strip_block(content)
         problem = _problem(target, stripped.content, tree.version)
+        # What this version patched, it patched by force: nothing has changed since.
         forced = force or (stripped.as_patched and stripped.version == __version__)
         if problem is not None and not (forced and isinstance(problem, UnknownDefinition)):
             raise problem

@@ -62,11 +62,18 @@ def check_boundaries(
 
 
 def check_grids(
-    grids: Tensor, num_images: int, times: Tensor, merge: int, temporal_merge: int
+    grids: Tensor,
+    num_images: int,
+    frames_m: Tensor,
+    times: Tensor,
+    merge: int,
+    temporal_merge: int,
 ) -> None:
-    """Grids are positive and divisible by what is merged; times (in positions) are countable."""
+    """Grids are positive and divisible by what is merged; tokens and times can be counted.
 
-    tokens = grids.double().prod(dim=1).sum() / merge**2
+    ``frames_m``: frames after merging. ``times``: how long media last, in positions.
+    """
+    tokens = (frames_m.double() * grids[:, 1] * grids[:, 2]).sum() / merge**2
 
     def explain() -> PackedRopeError:
         if not tokens <= _MOST_TOKENS:

@@ -45,7 +45,8 @@ def media_of_row(
 ) -> Media:
     grids, num_images = torch.cat((images, videos)), images.shape[0]
     frames_m = torch.cat((images[:, 0], videos[:, 0] // rules.temporal_merge))
-    check_grids(grids, num_images, frames_m * seconds_m * rate, merge, rules.temporal_merge)
+    times_m = frames_m * seconds_m * rate
+    check_grids(grids, num_images, frames_m, times_m, merge, rules.temporal_merge)
     # At least 1, so that no integer is divided by 0 where a device-side assert stops grids of 0.
     frames_m, heights_m, widths_m = (
         pad(sizes.clamp(min=1), (0, 1), value=1).int()

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trees import HERE, environment, run_python, unpacked
+from trees import HERE, environment, packed_rope, run_python, unpacked
 
 from megatron.packed_rope import PackedInputError, SegmentLengthError
 from megatron.packed_rope.errors import BackendNotAvailable
@@ -196,7 +196,14 @@ def test_the_same_pack_gives_the_same_picture(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_a_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BackendNotAvailable, match="pip install matplotlib"):
         show("--cu-seqlens", "0,4", "-o", str(tmp_path / "picture.png"))
+
+
+def test_what_cannot_be_drawn_could_not_run():
+    for arguments in (("0,x",), ("0,4", "--release", "9.9"), ("0,4", "-o", "rows.gif")):
+        done = packed_rope("show", "--cu-seqlens", *arguments)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert "expected" in done.stderr
